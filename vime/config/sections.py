@@ -155,7 +155,7 @@ class Trainer(Section):
     """auto: cuda where there is one"""
     tokens_per_micro_batch: Positive = 4096
     """budget of a packed micro-batch in tokens; a longer sequence is alone in its own"""
-    logprob_chunk: Positive = 1024
+    logprob_chunk: Positive = 512
     """response tokens whose logits exist at once"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, about a third more time"""

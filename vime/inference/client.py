@@ -110,9 +110,18 @@ class Server:
         return (await self._call("GET", self.url + "/v1/models", self.timeout_s))["data"][0]["id"]
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], timeout_s: float, version: int, session_id: str = ""
+        self,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        timeout_s: float,
+        version: int,
+        session_id: str = "",
+        direct: bool = False,
     ) -> Completion:
-        """Samples one response. ``sampling`` is vLLM's sampling_params; log-probabilities are always asked for."""
+        """Samples one response. ``sampling`` is vLLM's sampling_params; log-probabilities are always asked for.
+
+        ``session_id`` keeps requests that share a prompt on one server; ``direct`` goes past the router.
+        """
         body = {
             "model": self.model,
             "token_ids": prompt_ids,
@@ -120,9 +129,8 @@ class Server:
             "stream": False,
         }
         headers = {"X-Session-ID": session_id} if session_id else None
-        return parse_completion(
-            await self._call("POST", self.requests_url + GENERATE, timeout_s, body, headers), version
-        )
+        url = self.url if direct else self.requests_url
+        return parse_completion(await self._call("POST", url + GENERATE, timeout_s, body, headers), version)
 
     async def pause(self) -> None:
         """Stops scheduling; running requests wait and will recompute their cache under the next weights."""

@@ -1,0 +1,65 @@
+"""One prompt to one response. A generate function is ``async (Context, Task) -> Sample``; this is the single-turn one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime.inference.client import InferenceError, Server
+from vime.rewards import Reward, score
+from vime.sample import Sample, Task
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a generate function has at hand: servers, tokenizer, reward, sampling, deadlines, the version served.
+
+    ``slots`` bounds the requests in flight. ``session_id`` keeps a group on one server, whose cache holds its prompt.
+    """
+
+    servers: list[Server]
+    tokenizer: Any
+    reward: Reward
+    sampling: dict[str, Any]
+    request_timeout_s: float
+    reward_timeout_s: float
+    retries: int
+    slots: asyncio.Semaphore
+    version: int = 0
+    session_id: str = ""
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        """Token ids of the task's messages under the tokenizer's own chat template, ready for the reply."""
+        if task.id not in self.prompts:
+            self.prompts[task.id] = self.tokenizer.apply_chat_template(
+                list(task.messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        return self.prompts[task.id]
+
+    def server(self) -> Server:
+        """The server of this session; behind a router all lead there."""
+        return self.servers[hash(self.session_id) % len(self.servers)]
+
+
+async def single_turn(context: Context, task: Task) -> Sample:
+    """Samples one response, with retries on a server's failure, and scores it."""
+    prompt_ids = context.prompt_ids(task)
+    for attempt in range(context.retries + 1):
+        try:
+            async with context.slots:
+                completion = await context.server().generate(
+                    prompt_ids, context.sampling, context.request_timeout_s, context.version, context.session_id
+                )
+            break
+        except InferenceError:
+            if attempt == context.retries:
+                raise
+            await asyncio.sleep(0.5 * 2**attempt)
+    text = context.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    sample = Sample(
+        prompt_ids, completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, text
+    )
+    sample.reward, sample.reward_parts = await score(context.reward, task, text, context.reward_timeout_s)
+    return sample

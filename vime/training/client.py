@@ -1,0 +1,127 @@
+"""The driver's handle on the trainer: starts its ranks, sends commands to rank 0.
+
+This is the engine protocol: another engine is another class with ``start``, ``train``, ``logprobs``, ``export``, ``save``
+and ``stop``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+import vime
+from vime.cluster.local import Process, ProcessError, free_port
+from vime.config.sections import Config
+
+
+class TrainerError(Exception):
+    """The trainer refused or failed a command; the message is its own."""
+
+
+class Trainer:
+    """All ranks of the torch engine on this machine."""
+
+    def __init__(self, config: Config, session: aiohttp.ClientSession, run_dir: Path, store_dir: Path) -> None:
+        self.config, self.session, self.run_dir, self.store_dir = config, session, run_dir, store_dir
+        self.processes: list[Process] = []
+        self.url = ""
+
+    def command(self, config_file: Path, port: int) -> list[str]:
+        return [sys.executable, "-m", "vime.training.worker", str(config_file), str(self.store_dir), str(port)]
+
+    async def start(self, model: Path, state: Path | None = None, say: Callable[[str], None] = lambda _: None) -> None:
+        """Starts the ranks and loads ``model``, with the trainer state in ``state`` to resume."""
+        config_file = self.run_dir / "config.json"
+        config_file.write_text(self.config.model_dump_json())
+        port, meeting = free_port(), free_port()
+        ranks = self.config.trainer.ranks
+        env = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(meeting),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(Path(vime.__file__).parents[1]),
+        }
+        self.processes = [
+            Process(
+                f"trainer rank {rank}",
+                self.command(config_file, port),
+                self.run_dir / "logs" / f"trainer-{rank}.log",
+                {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+        self.url = f"http://127.0.0.1:{port}"
+        await self._wait(say)
+        await self.call(
+            "load",
+            self.config.trainer.start_timeout_s,
+            model=str(model.absolute()),
+            state=str(state.absolute()) if state else None,
+        )
+
+    async def _wait(self, say: Callable[[str], None]) -> None:
+        deadline = asyncio.get_running_loop().time() + self.config.trainer.start_timeout_s
+        while asyncio.get_running_loop().time() < deadline:
+            self.check()
+            try:
+                async with self.session.get(self.url, timeout=aiohttp.ClientTimeout(total=5)):
+                    return
+            except (TimeoutError, aiohttp.ClientError):
+                say("waiting for the trainer")
+                await asyncio.sleep(0.2)
+        raise ProcessError(
+            f"the trainer did not answer in {self.config.trainer.start_timeout_s:.0f} s (trainer.start_timeout_s); "
+            f"see {self.processes[0].log}"
+        )
+
+    def check(self) -> None:
+        for process in self.processes:
+            process.check()
+
+    async def call(self, name: str, timeout_s: float, **arguments: Any) -> Any:
+        """Carries out one command on all ranks; a rank that ends meanwhile is noticed at once."""
+        request = asyncio.ensure_future(self._post(name, timeout_s, arguments))
+        while not request.done():
+            await asyncio.wait({request}, timeout=1.0)
+            try:
+                self.check()
+            except ProcessError:
+                request.cancel()
+                raise
+        return request.result()
+
+    async def _post(self, name: str, timeout_s: float, arguments: dict[str, Any]) -> Any:
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self.session.post(f"{self.url}/{name}", json=arguments, timeout=timeout) as response:
+                answer = await response.json(content_type=None)
+        except TimeoutError:
+            raise TrainerError(f"the trainer did not finish {name} in {timeout_s:.0f} s") from None
+        except aiohttp.ClientError as error:
+            self.check()
+            raise TrainerError(f"the trainer's connection broke in {name}: {error}; see {self.processes[0].log}") from None
+        if response.status != 200:
+            raise TrainerError(f"{name}: {answer['error']}; the traceback is in {self.processes[0].log}")
+        return answer
+
+    async def train(self, updates: list[Any], total_steps: int) -> dict[str, float]:
+        return await self.call("train", self.config.trainer.step_timeout_s, updates=updates, total_steps=total_steps)
+
+    async def logprobs(self, rows: list[dict[str, list[int]]]) -> list[list[float]]:
+        return await self.call("logprobs", self.config.trainer.step_timeout_s, rows=rows)
+
+    async def export(self, folder: Path, dtype: str) -> None:
+        await self.call("export", self.config.trainer.step_timeout_s, folder=str(folder.absolute()), dtype=dtype)
+
+    async def save(self, folder: Path) -> None:
+        await self.call("save", self.config.trainer.step_timeout_s, folder=str(folder.absolute()))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(process.stop() for process in self.processes))
