@@ -90,10 +90,14 @@ def fill(template: str | None, prompt: str, row: dict[str, Any], source: str) ->
     if template is None:
         return prompt
     columns = {**row, "prompt": prompt}
-    for _, name, _, _ in string.Formatter().parse(template):
-        if name is not None and name.split(".")[0].split("[")[0] not in columns:
-            raise DataError(f"{source}: the template names {{{name}}}, which the rows do not have{nearest(name, list(columns))}")
-    return template.format(**columns)
+    try:
+        for _, name, _, _ in string.Formatter().parse(template):
+            if name is not None and name.split(".")[0].split("[")[0] not in columns:
+                hint = nearest(name, list(columns))
+                raise DataError(f"{source}: the template names {{{name}}}, which the rows do not have{hint}")
+        return template.format(**columns)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{source}: the template {template!r} cannot be filled: {error}; a literal brace is doubled") from None
 
 
 def generated_rows(name: str, size: int | None, seed: int, options: dict[str, Any]) -> Iterable[dict[str, Any]]:

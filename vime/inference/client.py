@@ -43,21 +43,22 @@ def parse_completion(body: Any, assumed_version: int) -> Completion:
     """
     try:
         choice = body["choices"][0]
-        ids = choice["token_ids"]
+        ids, finish = choice["token_ids"] or [], choice["finish_reason"]
         content = (choice.get("logprobs") or {}).get("content") or []
-        finish = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise InferenceError(f"the response has no {error} where a generate response has it: {str(body)[:200]}") from None
+        logprobs = [float(entry["logprob"]) for entry in content]
+        tokens = [entry.get("token_id", token) for entry, token in zip(content, ids, strict=False)]
+        versions = choice.get("weight_versions") or []
+        spans = tuple(VersionSpan(_version(s["version"]), s["start"], s["end"]) for s in versions)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InferenceError(f"this is no generate response, {error!r}: {str(body)[:200]}") from None
     if not ids or finish not in ("stop", "length", "abort"):
-        raise InferenceError(f"the response has {len(ids or [])} token ids and finish_reason {finish!r}")
+        raise InferenceError(f"the response has {len(ids)} token ids and finish_reason {finish!r}")
     if len(content) != len(ids):
         raise InferenceError(f"the response has {len(ids)} token ids and {len(content)} log-probabilities")
-    logprobs = [entry["logprob"] for entry in content]
-    if any(entry.get("token_id", token) != token for entry, token in zip(content, ids, strict=True)):
+    if tokens != ids:
         raise InferenceError("the log-probabilities are of other tokens than the ids")
     if not all(-9000.0 < value <= 0.0 for value in logprobs):  # vLLM writes NaN and -inf as -9999
         raise InferenceError(f"a log-probability is not a finite number <= 0: {min(logprobs)} to {max(logprobs)}")
-    spans = tuple(VersionSpan(_version(s["version"]), s["start"], s["end"]) for s in choice.get("weight_versions") or [])
     return Completion(ids, logprobs, spans or (VersionSpan(assumed_version, 0, len(ids)),), finish)
 
 

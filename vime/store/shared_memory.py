@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vime.sample import Sample
@@ -57,7 +57,7 @@ class SharedMemoryStore:
         try:
             save_file(arrays, draft)
             os.rename(draft, self._path(key))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise StoreError(f"payload {key} cannot be written to {self.folder}: {error}; free memory there") from None
 
     def get(self, key: str, row: int) -> Payload:

@@ -244,8 +244,6 @@ class TorchEngine:
                 state[name] = full.to("cpu", DTYPES[dtype], copy=True)
         if self.rank == 0:
             model = self.policy.model
-            for tied in getattr(model, "_tied_weights_keys", None) or ():
-                state.pop(tied, None)
             model.config.dtype = DTYPES[dtype]
             model.save_pretrained(folder, state_dict=state)
             model.config.dtype = torch.float32

