@@ -9,7 +9,7 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check
 GPU := $(shell test -e /dev/nvidia0 && echo yes)
 ARGS ?=
 
-.PHONY: setup demo test check bench-trl clean
+.PHONY: setup demo test check clean
 
 setup: $(VENV)/.ready
 

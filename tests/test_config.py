@@ -45,7 +45,7 @@ def test_a_file_with_the_model_and_the_data_is_enough(file: Path) -> None:
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, key: str, nearest: str) -> None:
     text = refusal(file, "--eval.sets.test.source", "test.jsonl", f"--{key}", "1")
     assert f"is not an option; {nearest}" in text
-    assert key.split(".")[0] in text
+    assert key.split(".", maxsplit=1)[0] in text
 
 
 def test_an_unknown_key_near_nothing_is_refused_with_all_known_ones(file: Path) -> None:
@@ -185,7 +185,7 @@ def test_every_option_is_explained() -> None:
 
 def test_the_help_shows_kind_and_default_of_an_option() -> None:
     text = help_text()
-    assert "--model.dtype (float32 | bfloat16; \"bfloat16\")\n" in text
+    assert '--model.dtype (float32 | bfloat16; "bfloat16")\n' in text
     assert "--model.path (str; required)\n" in text
     assert "--run.time_limit_minutes (float | none; null)\n" in text
 

@@ -70,6 +70,37 @@ def test_a_line_that_is_no_json_object_is_named_by_file_and_line(tmp_path: Path,
     assert text.startswith(f"{tmp_path}/t.jsonl, line 3: ") and "each line is one JSON object" in text
 
 
+def test_a_row_whose_id_is_null_is_named_by_its_number(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "t.jsonl", [{"prompt": "x", "id": None}, {"prompt": "y", "id": 0}])
+    assert [task.id for task in load_tasks(source)] == [f"{source}/0", "0"]
+
+
+def test_a_line_that_is_not_utf8_is_named_and_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert "t.jsonl, line 2 is not UTF-8" in refusal(str(tmp_path / "t.jsonl"))
+    assert len(load_tasks(str(tmp_path / "t.jsonl"), size=1)) == 1
+
+
+@pytest.mark.usefixtures("hf_cache")
+@pytest.mark.parametrize("text", ['[{"prompt": "a"},\n{"prompt" "b"}]', '{"prompt": "a"}\n{"prompt" "b"}\n'])
+def test_a_json_file_with_a_fault_is_named_by_its_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    assert f"{tmp_path}/t.json, line 2" in refusal(str(tmp_path / "t.json"))
+
+
+@pytest.mark.usefixtures("hf_cache")
+def test_metadata_is_json_dates_as_text_and_bytes_refused(tmp_path: Path) -> None:
+    from datetime import datetime
+
+    from datasets import Dataset
+
+    Dataset.from_list([{"prompt": "a", "when": datetime(2024, 1, 2), "n": [1]}]).to_parquet(tmp_path / "t.parquet")
+    (task,) = load_tasks(str(tmp_path / "t.parquet"))
+    assert task.metadata == {"when": "2024-01-02 00:00:00", "n": [1]}
+    Dataset.from_list([{"prompt": "a", "raw": b"x"}]).to_parquet(tmp_path / "b.parquet")
+    assert "row 0: column 'raw' cannot be metadata, bytes is not JSON" in refusal(str(tmp_path / "b.parquet"))
+
+
 def test_a_missing_column_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "t.jsonl", [{"prompts": "x", "answer": "y"}])
     assert refusal(source) == f"{source}, row 0: no column 'prompt'; did you mean prompts?"
@@ -147,6 +178,11 @@ def test_parquet_files_saved_data_sets_and_folders_give_the_same_tasks(tmp_path:
     assert "bad.parquet cannot be loaded by datasets" in refusal(str(tmp_path / "bad.parquet"))
 
 
+def test_an_option_that_a_file_does_not_take_is_refused(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "t.jsonl", ROWS)
+    assert f"{source} takes no option 'split'" in refusal(source, options={"split": "test"})
+
+
 def test_a_generated_source_is_the_same_for_the_same_seed_and_other_for_another() -> None:
     make = {"size": 3, "options": {"max_terms": 3}}
     tasks = load_tasks("reasoning-gym:chain_sum", seed=1, **make)
@@ -218,12 +254,14 @@ def test_whatever_happens_no_prompt_is_lost_and_none_is_used_twice(
             cursor.load(json.loads(saved[0]))
             open_, finished = set(), list(saved[1])
             given_out = {group: given_out[group] for group in range(cursor.drawn)}
-    while len(finished) < max(cursor.drawn, 2 * count) or cursor.drawn % count:  # all that is left, to an epoch's end
+        assert cursor.open.keys() == open_
+    total = max(2 * count, -(-cursor.drawn // count) * count)
+    for _ in range(total - len(finished)):  # all that is left, to the end of an epoch
         group_id, taken = cursor.take()
         assert given_out.setdefault(group_id, taken.id) == taken.id
         cursor.finish(group_id)
         finished.append(group_id)
-    assert sorted(finished) == list(range(cursor.drawn))
+    assert sorted(finished) == list(range(total)) and cursor.drawn == total
     for start in range(0, cursor.drawn, count):
         epoch = Counter(given_out[group] for group in range(start, start + count))
         assert epoch == Counter(t.id for t in tasks(count))
@@ -264,6 +302,30 @@ def test_a_prompt_open_when_the_state_was_saved_comes_again_first() -> None:
     assert resumed.take() == first
 
 
+def test_without_shuffling_the_order_is_the_tasks_own_in_every_epoch() -> None:
+    assert order(PromptCursor(tasks(3), 0, shuffle=False), 6) == ["t0", "t1", "t2"] * 2
+
+
+def test_every_prompt_drawn_is_open_buffered_or_finished() -> None:
+    cursor = PromptCursor(tasks(2), 0)
+    assert (cursor.epoch, cursor.counts) == (0, {"drawn": 0, "open": 0, "buffered": 0, "finished": 0})
+    first, second, _third = cursor.take(), cursor.take(), cursor.take()
+    cursor.finish(first[0])
+    cursor.give_back(second[0])
+    assert (cursor.epoch, cursor.counts) == (1, {"drawn": 3, "open": 1, "buffered": 1, "finished": 1})
+
+
+def test_a_prompt_that_is_not_out_can_be_neither_finished_nor_given_back() -> None:
+    cursor = PromptCursor(tasks(2), 0)
+    group_id, _ = cursor.take()
+    cursor.finish(group_id)
+    for close, group in ((cursor.finish, group_id), (cursor.give_back, group_id), (cursor.finish, 9)):
+        with pytest.raises(CursorError, match=f"group {group} is not out"):
+            close(group)
+    with pytest.raises(CursorError, match="there are no tasks"):
+        PromptCursor([], 0)
+
+
 @pytest.mark.parametrize(
     ("cursor", "what"),
     [
@@ -271,6 +333,7 @@ def test_a_prompt_open_when_the_state_was_saved_comes_again_first() -> None:
         (PromptCursor([*tasks(8), task("other")], 0), "digest was"),
         (PromptCursor(tasks(9), 1), "seed was 0, is 1"),
         (PromptCursor(tasks(9)[::-1], 0), "digest was"),
+        (PromptCursor(tasks(9), 0, shuffle=False), "shuffle was True, is False"),
     ],
 )
 def test_a_state_of_other_data_or_another_seed_is_refused(cursor: PromptCursor, what: str) -> None:

@@ -73,7 +73,13 @@ def test_all_wrong_flags_are_said_at_once() -> None:
 
 def test_the_flags_of_a_program_are_read_from_its_help(program: tuple[list[str], Path]) -> None:
     command, _ = program
-    assert known_flags(command, "p==1") == ["enforce-eager", "help", "max-model-len", "max-num-seqs", "no-enforce-eager"]
+    assert known_flags(command, "p==1") == [
+        "enforce-eager",
+        "help",
+        "max-model-len",
+        "max-num-seqs",
+        "no-enforce-eager",
+    ]
 
 
 def test_a_program_is_asked_once_a_version(program: tuple[list[str], Path], tmp_path: Path) -> None:

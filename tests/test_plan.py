@@ -1,4 +1,4 @@
-"""Which sample goes to which micro-batch: the invariants of the plan, and weights that average over the whole update."""
+"""Which sample goes to which micro-batch: the invariants of the plan, and weights that average over an update."""
 
 import math
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.training.plan import Row, plan, to_json, tokens, weigh
+from vime.training.plan import Row, plan, plan_json, tokens, weigh
 
 
 def row(key: str, index: int, prompt: int, response: int, trained: int | None = None) -> Row:
@@ -92,7 +92,7 @@ def test_a_micro_batch_costs_each_prompt_once_and_each_response_less_its_last_to
 
 def test_the_plan_as_json_is_rows_of_plain_values() -> None:
     rows = [row("a", 0, 3, 3)]
-    assert to_json(plan(rows, 1, 10)) == [[[asdict(rows[0])]]]
+    assert plan_json(plan(rows, 1, 10)) == [[[asdict(rows[0])]]]
 
 
 @given(updates())

@@ -36,9 +36,7 @@ class Setting:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def setting(
-    request: Any, run: Any, session: Any, fleets: Any, models: Any, tmp_path_factory: Any
-) -> Iterator[Setting]:
+def setting(request: Any, run: Any, session: Any, fleets: Any, models: Any, tmp_path_factory: Any) -> Iterator[Setting]:
     kind = request.param
     made = Setting(run, session, fleets(kind), models(kind), models(kind, 1), tmp_path_factory.mktemp(kind))
     yield made

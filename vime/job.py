@@ -27,14 +27,13 @@ from vime.observe.live import LiveView
 from vime.observe.metrics import Recorder, rewind
 from vime.observe.report import write_report
 from vime.rewards import load_reward
-from vime.rollout.collect import Collector, Kept, rollout_metrics
+from vime.rollout.collect import Collector, Outcome, rollout_metrics
 from vime.rollout.evaluate import evaluate
 from vime.rollout.generate import Context
 from vime.sample import Task
 from vime.store.shared_memory import SharedMemoryStore
-from vime.training.advantages import ESTIMATORS
 from vime.training.client import Trainer
-from vime.weights.channel import Probe, SharedMemoryChannel
+from vime.weights.channel import CHANNELS, Probe, SharedMemoryChannel
 
 
 def tasks_of(section: DataSet) -> list[Task]:
@@ -62,7 +61,9 @@ def load_tokenizer(config: Config) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     if not tokenizer.chat_template:
-        raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no chat template; add chat_template.jinja")
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: its tokenizer has no chat template; add chat_template.jinja"
+        )
     return tokenizer
 
 
@@ -96,7 +97,7 @@ class Job:
         self.history: list[dict[str, float]] = []
         self.evals: list[tuple[int, dict[str, float]]] = []
         self.best: tuple[float, int] | None = None
-        self.seconds_before = 0.0  # of the runs that this one resumes
+        self.seconds_before, self.syncs_before = 0.0, 0  # of the runs that this one resumes
         self.stop_requested = False
 
     # The parts, set by ``open_job``.
@@ -135,9 +136,11 @@ class Job:
     def due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
 
-    def should_stop(self) -> bool:
+    def is_last(self) -> bool:
+        """Whether the run ends with this step: all are done, time is up, or an interrupt came. Ask once a step."""
         limit = self.config.run.time_limit_minutes
-        return self.stop_requested or (limit is not None and time.monotonic() - self.started > limit * 60)
+        late = limit is not None and time.monotonic() - self.started > limit * 60
+        return self.step >= self.config.run.steps or late or self.stop_requested
 
     async def evaluate(self) -> bool:
         """Evaluates all sets; True where the best metric improved."""
@@ -176,6 +179,7 @@ class Job:
                 "history": self.history,
                 "best": self.best,
                 "best_step": self.best[1] if self.best else None,
+                "syncs": self.syncs_before + len(self.probe.results),
                 "seconds": self.seconds_before + time.monotonic() - self.started,
             }
             await asyncio.to_thread(self.checkpoints.commit, self.step, state, dump(self.config))
@@ -192,13 +196,13 @@ class Job:
         self.evals = [(step, metrics) for step, metrics in state["evals"]]
         self.history = state["history"]
         self.best = tuple(state["best"]) if state["best"] else None  # type: ignore[assignment]
-        self.seconds_before = state["seconds"]
+        self.seconds_before, self.syncs_before = state["seconds"], state["syncs"]
         self.cursor.load(state["cursor"])
         rewind(self.run_dir, state["offsets"])
 
-    def record(self, batch: list[Kept]) -> None:
-        """Logs the step that has ended and starts measuring the next."""
-        self.metrics |= rollout_metrics(batch, self.collector, self.metrics["time/rollout"])
+    def record(self, batch: list[Outcome]) -> None:
+        """Logs the step that has ended and starts measuring the next. A checkpoint's time counts to the step after it."""
+        self.metrics |= rollout_metrics(batch, self.collector.failed_samples, self.metrics["time/rollout"])
         self.history.append(self.metrics)
         self.recorder.log("step", self.step, self.metrics)
         kept = [row for one in batch for row in one.log_rows]
@@ -215,7 +219,6 @@ class Job:
         def mean(name: str) -> float | None:
             return total(name) / len(self.history) if self.history else None
 
-        tokens = sum(s["rollout/response_tokens_mean"] * s["rollout/samples"] for s in self.history)
         metric = f"eval/{next(iter(self.config.eval.sets), '')}/pass@1"
         seconds_train = total("time/train")
         return {
@@ -229,18 +232,29 @@ class Job:
             "reward_first": self.history[0]["reward/mean"] if self.history else None,
             "reward_last": self.history[-1]["reward/mean"] if self.history else None,
             "logprob_abs_diff_mean": mean("train/logprob_abs_diff_mean"),
-            "logprob_abs_diff_max": max((s["train/logprob_abs_diff_max"] for s in self.history), default=None),
-            "rollout_tokens_per_s": tokens / total("time/rollout") if self.history else None,
+            "logprob_abs_diff_max": max((s.get("train/logprob_abs_diff_max", 0.0) for s in self.history), default=None),
+            "rollout_tokens_per_s": total("rollout/response_tokens") / total("time/rollout") if self.history else None,
             "train_tokens_per_s": total("train/packed_tokens") / seconds_train if seconds_train else None,
             "seconds_total": self.seconds_before + time.monotonic() - self.started,
-            "weight_syncs": len(self.probe.results),
-            "weight_probe_failures": self.probe.failures,
+            "weight_syncs": self.syncs_before + len(self.probe.results),
+            "weight_probe_failures": self.probe.failures,  # one ends the run
         }
 
     def finish(self) -> Path:
         """Writes ``summary.json`` and ``report.html``; returns the report's path."""
         (self.run_dir / "summary.json").write_text(json.dumps(self.summary(), indent=2) + "\n")
         return write_report(self.run_dir)
+
+
+RUN_FILES = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "journal.jsonl",
+    "summary.json",
+    "report.html",
+    "config.toml",
+    "config.json",
+)
 
 
 def prepare_folder(job: Job, resume: bool) -> Path | None:
@@ -252,8 +266,12 @@ def prepare_folder(job: Job, resume: bool) -> Path | None:
             f"{job.run_dir} holds a run with checkpoints; go on with it by --resume, or name another folder with "
             "--run.dir DIR, or remove it"
         )
-    if job.run_dir.exists():  # a run that never came to a checkpoint: nothing in it can be resumed
-        shutil.rmtree(job.run_dir)
+    if job.run_dir.exists() and not (job.run_dir / "journal.jsonl").exists() and any(job.run_dir.iterdir()):
+        raise CheckpointError(f"{job.run_dir} holds other files and no run; name another folder with --run.dir DIR")
+    for name in RUN_FILES:  # of a run that never came to a checkpoint: nothing in it can be resumed
+        (job.run_dir / name).unlink(missing_ok=True)
+    for name in ("logs", "tensorboard", "checkpoints"):
+        shutil.rmtree(job.run_dir / name, ignore_errors=True)
     return None
 
 
@@ -273,7 +291,9 @@ async def open_job(config: Config, view: LiveView, resume: bool) -> AsyncIterato
     shutil.rmtree(memory, ignore_errors=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        job.recorder = Recorder(job.run_dir, config.log.sinks, job.run_dir.name, config.model_dump(), append=bool(checkpoint))
+        job.recorder = Recorder(
+            job.run_dir, config.log.sinks, job.run_dir.name, config.model_dump(), append=bool(checkpoint)
+        )
         stack.callback(job.recorder.close)
         job.journal = Journal(job.run_dir / "journal.jsonl")
         stack.callback(job.journal.close)
@@ -285,20 +305,12 @@ async def open_job(config: Config, view: LiveView, resume: bool) -> AsyncIterato
         stack.push_async_callback(job.trainer.stop)
         model = checkpoint / "model" if checkpoint else Path(config.model.path)
         view.phase("starting", "vLLM and the trainer")
-        await asyncio.gather(fleet.start(lambda text: view.phase("starting", text)), job.trainer.start(model, checkpoint))
-        job.context = make_context(config, fleet, tokenizer)
-        job.collector = Collector(
-            job.context,
-            job.cursor,
-            job.journal,
-            store,
-            ESTIMATORS[config.algorithm.advantage],
-            config.rollout.groups,
-            config.rollout.samples_per_group,
-            config.rollout.filter,
-            config.rollout.max_refills,
+        await asyncio.gather(
+            fleet.start(lambda text: view.phase("starting", text)), job.trainer.start(model, checkpoint)
         )
-        job.channel = SharedMemoryChannel(config, job.trainer, fleet.servers, memory / "weights")
+        job.context = make_context(config, fleet, tokenizer)
+        job.collector = Collector(config, job.context, job.cursor, job.journal, store)
+        job.channel = CHANNELS[config.weights.channel](config, job.trainer, fleet.servers, memory / "weights")
         prompts = [job.context.prompt_ids(task) for task in train_tasks[: config.weights.probe_prompts]]
         job.probe = Probe(config, job.trainer, fleet.servers, prompts)
         loop = asyncio.get_running_loop()

@@ -6,8 +6,10 @@ made of stands in ``job.py``; how responses are sampled in ``rollout/``; the mat
 
 from __future__ import annotations
 
+from vime.config.sections import Config
 from vime.job import Job
-from vime.training.plan import plan, to_json, weigh
+from vime.rollout.collect import Outcome
+from vime.training.plan import PlanJson, plan, plan_json, weigh
 
 
 async def train(job: Job) -> None:
@@ -16,36 +18,44 @@ async def train(job: Job) -> None:
     await sync(job)  # also at the start: resumed weights are not those the servers were started with
     if job.step == 0:
         await job.evaluate()
+    job.metrics = {}
 
-    while job.step < config.run.steps and not job.should_stop():
+    last = False
+    while not last:
         with job.clock("step"):
             with job.clock("rollout"):
                 batch = await job.collector.collect(job.version, job.show_progress)
 
             with job.clock("train"):
-                share = -(-len(batch) // config.algorithm.updates)
-                parts = [batch[i : i + share] for i in range(0, len(batch), share)]
-                updates = [
-                    plan(
-                        weigh([row for group in part for row in group.rows], config.algorithm.reduction),
-                        config.trainer.ranks,
-                        config.trainer.tokens_per_micro_batch,
-                    )
-                    for part in parts
-                ]
-                job.metrics |= await job.trainer.train([to_json(update) for update in updates], job.optimizer_steps)
+                if updates := plan_updates(batch, config):  # else: every group was filtered, nothing to learn
+                    job.metrics |= await job.trainer.train(updates, job.optimizer_steps)
 
             job.step += 1
             job.collector.trained(batch, job.step)
             await sync(job)
 
-            last = job.step == config.run.steps or job.should_stop()
-            improved = False
-            if job.due(config.eval.every) or last:
-                improved = await job.evaluate()
-            if job.due(config.checkpoint.every) or last or (improved and config.checkpoint.every):
-                await job.save()
+            last = job.is_last()
+            improved = await job.evaluate() if last or job.due(config.eval.every) else False
         job.record(batch)
+        if last or job.due(config.checkpoint.every) or (improved and config.checkpoint.every):
+            await job.save()
+
+
+def plan_updates(batch: list[Outcome], config: Config) -> list[PlanJson]:
+    """The batch as optimizer steps: groups split evenly between them, rows weighted over each whole update, then planned."""
+    kept = [outcome for outcome in batch if outcome.filtered is None]
+    share = -(-len(kept) // config.algorithm.updates) or 1
+    parts = [kept[i : i + share] for i in range(0, len(kept), share)]
+    return [
+        plan_json(
+            plan(
+                weigh([row for outcome in part for row in outcome.rows], config.algorithm.reduction),
+                config.trainer.ranks,
+                config.trainer.tokens_per_micro_batch,
+            )
+        )
+        for part in parts
+    ]
 
 
 async def sync(job: Job) -> None:

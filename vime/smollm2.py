@@ -37,7 +37,9 @@ def make(target: Path, dtype: str = "bfloat16") -> Path:
     if (target / "config.json").exists():
         return target
     if target.exists():
-        raise ModelError(f"{target} exists and is not a model folder (no config.json); name another folder or remove it")
+        raise ModelError(
+            f"{target} exists and is not a model folder (no config.json); name another folder or remove it"
+        )
     folder = package_folder()
 
     import torch

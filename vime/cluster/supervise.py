@@ -35,19 +35,21 @@ def children(pid: int) -> list[int]:
 
 
 def end_group(group: int) -> None:
-    """SIGTERM to the group, SIGKILL to what is left of it and of our children after GRACE_S."""
+    """SIGTERM to the group and to our children, also those adopted meanwhile; SIGKILL to what is left after GRACE_S."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(group, sent)
         except ProcessLookupError:
             pass
-        for pid in children(os.getpid()):
-            try:
-                os.kill(pid, sent)
-            except ProcessLookupError:
-                pass
+        told: set[int] = set()
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
+            for pid in set(children(os.getpid())) - told:  # an adopted one may have children that left its group too
+                told.add(pid)
+                try:
+                    os.kill(pid, sent)
+                except ProcessLookupError:
+                    pass
             try:
                 while os.waitpid(-1, os.WNOHANG) != (0, 0):
                     pass

@@ -28,7 +28,7 @@ class Run(Section):
     steps: Positive = 100
     """training steps; one step is one batch of groups, one or more optimizer steps, one weight sync"""
     seed: NonNegative = 0
-    """seeds the prompt order, the data set and the servers' sampling"""
+    """seeds the prompt order and the servers' sampling; a generated data set has its own"""
     time_limit_minutes: Annotated[float, Field(gt=0)] | None = None
     """stop cleanly (evaluate, checkpoint, report) after the step in which this much time has passed"""
 
@@ -46,13 +46,13 @@ class DataSet(Section):
     """Where prompts come from."""
 
     source: str
-    """`reasoning-gym:NAME`, a .jsonl or .parquet file, or a folder that `datasets` can load"""
+    """`reasoning-gym:NAME`, a .jsonl, .json or .parquet file, or a folder that `datasets` can load"""
     size: Positive | None = None
     """number of prompts; needed by generated sources, cuts the others"""
     seed: NonNegative = 0
     """seed of a generated source; train and evaluation must differ"""
     options: dict[str, Any] = {}
-    """options of a generated source, by its own names"""
+    """options of a generated source, by its own names; `split` for what `datasets` loads"""
     prompt_key: str = "prompt"
     """column with the prompt: text, or a list of chat messages"""
     answer_key: str = "answer"

@@ -11,28 +11,42 @@ from vime.sample import Task
 
 
 class CursorError(Exception):
-    """A saved state belongs to other data; the message says what differs."""
+    """No tasks, a saved state of other data, or a prompt that is not out; the message says which."""
 
 
 class PromptCursor:
     """Shuffled epochs over the tasks. The order of epoch e depends on (seed, e) only.
 
     A prompt taken is open until ``finish``. Prompts given back, and those open when the state was saved, come again
-    before any new one, under the group id they had.
+    before any new one, under the group id they had. ``shuffle=False`` keeps the tasks' own order in every epoch.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        self.tasks, self.seed = tasks, seed
+    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
+        if not tasks:
+            raise CursorError("there are no tasks to take prompts from; see data.source")
+        self.tasks, self.seed, self.shuffle = tasks, seed, shuffle
         self.drawn = 0  # new prompts drawn since the start; also the next group id
         self.open: dict[int, int] = {}  # group id -> task index
         self.buffer: list[tuple[int, int]] = []
         self._order: tuple[int, list[int]] = (-1, [])
 
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the next new prompt."""
+        return self.drawn // len(self.tasks)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Prompts ``drawn`` since the start, and of them: ``open``, ``buffered``, ``finished``. The last three sum to it."""
+        finished = self.drawn - len(self.open) - len(self.buffer)
+        return {"drawn": self.drawn, "open": len(self.open), "buffered": len(self.buffer), "finished": finished}
+
     def _index(self, draw: int) -> int:
         epoch, place = divmod(draw, len(self.tasks))
         if self._order[0] != epoch:
             order = list(range(len(self.tasks)))
-            random.Random(f"{self.seed}:{epoch}").shuffle(order)
+            if self.shuffle:
+                random.Random(f"{self.seed}:{epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1][place]
 
@@ -48,12 +62,17 @@ class PromptCursor:
 
     def give_back(self, group_id: int) -> None:
         """The prompt was neither trained nor filtered: it comes again."""
-        self.buffer.append((group_id, self.open.pop(group_id)))
+        self.buffer.append((group_id, self._close(group_id)))
         self.buffer.sort()
 
     def finish(self, group_id: int) -> None:
         """The prompt was trained or filtered."""
-        del self.open[group_id]
+        self._close(group_id)
+
+    def _close(self, group_id: int) -> int:
+        if group_id not in self.open:
+            raise CursorError(f"group {group_id} is not out: it was never taken, or was finished or given back already")
+        return self.open.pop(group_id)
 
     def _digest(self) -> str:
         return hashlib.sha256("\n".join(task.id for task in self.tasks).encode()).hexdigest()[:16]
@@ -64,16 +83,19 @@ class PromptCursor:
             "tasks": len(self.tasks),
             "digest": self._digest(),
             "seed": self.seed,
+            "shuffle": self.shuffle,
             "drawn": self.drawn,
             "buffer": sorted([*self.buffer, *self.open.items()]),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes up a saved state; CursorError where it is of other tasks or another seed."""
-        for name, mine in (("tasks", len(self.tasks)), ("digest", self._digest()), ("seed", self.seed)):
-            if state[name] != mine:
+        mine = self.state()
+        for name in ("tasks", "digest", "seed", "shuffle"):
+            was = state.get(name, True) if name == "shuffle" else state[name]  # always shuffled before it was an option
+            if was != mine[name]:
                 raise CursorError(
-                    f"the checkpoint's prompts are others: {name} was {state[name]}, is {mine}; "
+                    f"the checkpoint's prompts are others: {name} was {was}, is {mine[name]}; "
                     "resume with the data, the evaluation sets and the seed it was made with"
                 )
         self.drawn = state["drawn"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterable, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +47,7 @@ def load_tasks(
         rows = file_rows(Path(source), options or {})
     tasks: list[Task] = []
     seen: dict[str, int] = {}
-    for index, row in enumerate(rows):
-        if size is not None and index >= size:
-            break
+    for index, row in enumerate(islice(rows, size)):
         task = make_task(f"{name}/{index}", index, row, prompt_key, answer_key, system, template, source)
         if task.id in seen:
             raise DataError(f"{source}: rows {seen[task.id]} and {index} have the same id {task.id!r}; make ids unique")
@@ -74,7 +75,9 @@ def make_task(
         messages: list[dict[str, Any]] = [{"role": "user", "content": fill(template, prompt, row, source)}]
     elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if template:
-            raise DataError(f"{source}, row {index}: a template wraps text, but {prompt_key!r} is a list of messages; remove the template")
+            raise DataError(
+                f"{source}, row {index}: a template wraps text, but {prompt_key!r} is a list of messages; remove the template"
+            )
         messages = [dict(message) for message in prompt]
     else:
         raise DataError(f"{source}, row {index}: {prompt_key!r} is neither text nor a list of messages: {prompt!r:.80}")
@@ -82,7 +85,26 @@ def make_task(
         messages.insert(0, {"role": "system", "content": system})
     answer = row.get(answer_key)
     metadata = {key: value for key, value in row.items() if key not in (prompt_key, answer_key, "id")}
-    return Task(str(row.get("id", default_id)), tuple(messages), None if answer is None else str(answer), metadata)
+    name = default_id if row.get("id") is None else str(row["id"])
+    where = f"{source}, row {index}"
+    return Task(name, tuple(messages), None if answer is None else str(answer), plain(metadata, where))
+
+
+def plain(metadata: dict[str, Any], where: str) -> dict[str, Any]:
+    """Metadata as JSON has it: dates and decimals become text, other values that JSON lacks are refused by column."""
+    kept = {}
+    for column, value in metadata.items():
+        try:
+            kept[column] = json.loads(json.dumps(value, default=_text))
+        except TypeError as error:
+            raise DataError(f"{where}: column {column!r} cannot be metadata, {error}; remove the column") from None
+    return kept
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (date, time, timedelta, Decimal)):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def fill(template: str | None, prompt: str, row: dict[str, Any], source: str) -> str:
@@ -97,7 +119,9 @@ def fill(template: str | None, prompt: str, row: dict[str, Any], source: str) ->
                 raise DataError(f"{source}: the template names {{{name}}}, which the rows do not have{hint}")
         return template.format(**columns)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"{source}: the template {template!r} cannot be filled: {error}; a literal brace is doubled") from None
+        raise DataError(
+            f"{source}: the template {template!r} cannot be filled: {error}; a literal brace is doubled"
+        ) from None
 
 
 def generated_rows(name: str, size: int | None, seed: int, options: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -124,29 +148,44 @@ def generated_rows(name: str, size: int | None, seed: int, options: dict[str, An
 
 def _close(name: str, known: list[str]) -> str:
     hint = nearest(name, known)
-    return hint if "did you mean" in hint else f"; it has {len(known)}, see `python -c 'from reasoning_gym.factory import DATASETS; print(*DATASETS)'`"
+    return (
+        hint
+        if "did you mean" in hint
+        else f"; it has {len(known)}, see `python -c 'from reasoning_gym.factory import DATASETS; print(*DATASETS)'`"
+    )
 
 
 def file_rows(path: Path, options: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """Rows of a file or a data-set folder."""
     if not path.exists():
-        raise DataError(f"{path} does not exist; a source is reasoning-gym:NAME, a .jsonl or .parquet file, or a folder")
+        raise DataError(
+            f"{path} does not exist; a source is reasoning-gym:NAME, a .jsonl or .parquet file, or a folder"
+        )
     if path.suffix == ".jsonl":
-        return json_lines(path)
-    if path.is_dir() or path.suffix in (".parquet", ".json"):
-        return dataset_rows(path, options)
-    raise DataError(f"{path}: files end in .jsonl, .json or .parquet, not {path.suffix or 'nothing'!r}")
+        known: list[str] = []
+        rows = json_lines(path)
+    elif path.is_dir() or path.suffix in (".parquet", ".json"):
+        known, rows = ["split"], dataset_rows(path, options)
+    else:
+        raise DataError(f"{path}: files end in .jsonl, .json or .parquet, not {path.suffix or 'nothing'!r}")
+    if unknown := [option for option in options if option not in known]:
+        raise DataError(
+            f"{path} takes no option {unknown[0]!r}; {'options are ' + ', '.join(known) if known else 'remove it'}"
+        )
+    return rows
 
 
 def json_lines(path: Path) -> Iterable[dict[str, Any]]:
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig"))
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}, line {number}: {error.msg}; each line is one JSON object") from None
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number} is not UTF-8: {error.reason}; save the file as UTF-8") from None
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: each line is one JSON object, this is a {type(row).__name__}")
             yield row
@@ -161,12 +200,32 @@ def dataset_rows(path: Path, options: dict[str, Any]) -> Iterable[dict[str, Any]
     try:
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             loaded = datasets.load_from_disk(str(path))
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            if not isinstance(loaded, datasets.DatasetDict):
+                return loaded
+            if split not in loaded:
+                raise LookupError(f"there is no such split{nearest(split, list(loaded))}")
+            return loaded[split]
         if path.is_file():
             return datasets.load_dataset(path.suffix[1:], data_files=str(path), split=split)
         return datasets.load_dataset(str(path), split=split)
     except Exception as error:
-        raise DataError(f"{path} cannot be loaded by datasets (split {split!r}): {error}") from None
+        place = json_fault(path) if path.suffix == ".json" else ""
+        cause = error.__cause__ or error  # datasets wraps what says more
+        raise DataError(f"{path}{place} cannot be loaded by datasets (split {split!r}): {cause}") from None
+
+
+def json_fault(path: Path) -> str:
+    """``", line N"`` where a .json file, an array or one object a line, stops being JSON; "" where it does not."""
+    try:
+        json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object a line: DataError names the line
+            list(json_lines(path))
+            return ""
+        return f", line {error.lineno},"
+    except UnicodeDecodeError:
+        return ", which is not UTF-8,"
+    return ""
 
 
 def split_held_out(train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:

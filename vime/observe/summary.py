@@ -81,7 +81,7 @@ CHARTS = (
         (("rollout/truncated_fraction", "truncated"), ("reward/zero_variance_fraction", "zero variance")),
     ),
     Chart("Entropy", (("train/entropy", "nats per token"),)),
-    Chart("KL to the reference", (("train/kl", "KL"),)),
+    Chart("KL of sampling and training policy", (("train/kl", "KL"),)),
     Chart("Clip fraction", (("train/clip_fraction", "clipped"),)),
     Chart("Gradient norm", (("train/grad_norm", "norm"),)),
     Chart(

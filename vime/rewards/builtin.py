@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from functools import cache
 from typing import Any
 
 from vime.sample import Task
 
 Scorer = Callable[[Task, str], Any]
-_NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])(?<!\d\s)[-−])?"  # a sign, unless something to subtract from stands before it
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
 
 
 def last_number_of(text: str) -> Decimal | None:
-    """The last number in a text: ``1,234``, ``-7``, ``28.``; the minus of ``13 - 5`` or ``13-5`` is no sign."""
+    """The last number in a text: ``1,234``, ``-7``, ``28.``, ``.5``.
+
+    The minus of ``13 - 5``, ``13 -5`` or ``13-5`` is no sign. A comma groups thousands, else it separates: the last of
+    ``1,2,3`` is 3.
+    """
     found = _NUMBER.findall(text)
     try:
-        return Decimal(found[-1].replace(",", "")) if found else None
+        return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
     except InvalidOperation:
         return None
 
@@ -34,13 +43,20 @@ def last_number() -> Scorer:
     return reward
 
 
+def answer_to(task: Task) -> str:
+    """The task's answer; ValueError where it has none, lest an empty reply be right."""
+    if task.answer is None:
+        raise ValueError("the task has no answer; name its column in data.answer_key")
+    return task.answer
+
+
 def exact(ignore_case: bool = False) -> Scorer:
     """1 where the reply is the answer, white space around it apart."""
 
     def normal(text: str) -> str:
         return text.strip().lower() if ignore_case else text.strip()
 
-    return lambda task, response: float(normal(response) == normal(task.answer or ""))
+    return lambda task, response: float(normal(response) == normal(answer_to(task)))
 
 
 def regex(pattern: str) -> Scorer:
@@ -49,44 +65,58 @@ def regex(pattern: str) -> Scorer:
 
     def reward(task: Task, response: str) -> float:
         found = [m.group(1) if compiled.groups else m.group(0) for m in compiled.finditer(response)]
-        return float(bool(found) and found[-1].strip() == (task.answer or "").strip())
+        return float(bool(found) and found[-1].strip() == answer_to(task).strip())
 
     return reward
 
 
-def math_verify() -> Scorer:
-    """1 where math-verify finds reply and answer equal. Its own time-outs need signals, so of the main thread, and are off:
-    the deadline is ``reward.timeout_s``."""
-    from math_verify import parse, verify
+def math_verify(timeout_s: float = 5, processes: int = 0) -> Scorer:
+    """1 where math-verify finds reply and answer equal, in ``processes`` children (0: half the cores, 8 at most).
 
-    def reward(task: Task, response: str) -> float:
-        wanted = parse(task.answer or "", parsing_timeout=None)
-        return float(verify(wanted, parse(response, parsing_timeout=None), timeout_seconds=None))
+    A comparison that takes over ``timeout_s`` seconds fails the sample; see ``math_check``.
+    """
+    from vime.rewards.math_check import MathChecker
 
-    return reward
+    if timeout_s <= 0 or processes < 0:
+        raise ValueError(f"timeout_s must be > 0 and processes >= 0, got {timeout_s} and {processes}")
+    checker = MathChecker(timeout_s, processes or min(8, max(1, (os.cpu_count() or 1) // 2)))
+    return lambda task, response: float(checker.equal(answer_to(task), response))
 
 
 def answer_of(response: str, extract: str) -> str:
     """The part of a reply that is scored: "answer_tag" (the last <answer>...</answer>, else all), "last_number", "whole"."""
     if extract == "last_number":
         number = last_number_of(response)
-        return "" if number is None else str(number)
+        return "" if number is None else f"{number:f}"
     tags = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL) if extract == "answer_tag" else []
     return (tags[-1] if tags else response).strip()
 
 
-def reasoning_gym(extract: str = "answer_tag") -> Scorer:
-    """The data set's own scorer, on the extracted answer."""
+GRIDS = ("arc_agi", "rearc")
+"""their scorers compare with tuples, which are lists in a task's JSON metadata"""
+
+
+@cache
+def scorer_of(name: str) -> Callable[[str, dict[str, Any]], float]:
+    """A data set's scorer; making one takes up to a second."""
     from reasoning_gym import get_score_answer_fn
 
+    return get_score_answer_fn(name)
+
+
+def reasoning_gym(extract: str = "answer_tag") -> Scorer:
+    """The data set's own scorer, on the extracted answer."""
     if extract not in ("answer_tag", "last_number", "whole"):
         raise ValueError(f"extract = {extract!r}; it is answer_tag, last_number or whole")
 
     def reward(task: Task, response: str) -> float:
         if "reasoning_gym" not in task.metadata:
             raise ValueError(f"task {task.id} is not from reasoning-gym; use data.source = 'reasoning-gym:NAME'")
-        scorer = get_score_answer_fn(task.metadata["reasoning_gym"])
-        return float(scorer(answer_of(response, extract), task.metadata["entry"]))
+        name, entry = task.metadata["reasoning_gym"], task.metadata["entry"]
+        if name in GRIDS:
+            output = tuple(tuple(row) for row in entry["metadata"]["output"])
+            entry = {**entry, "metadata": {**entry["metadata"], "output": output}}
+        return float(scorer_of(name)(answer_of(response, extract), entry))
 
     return reward
 

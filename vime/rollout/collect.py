@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
+from vime.config.sections import Config
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal
 from vime.inference.client import InferenceError
@@ -20,7 +21,7 @@ from vime.rewards import RewardError
 from vime.rollout.generate import Context, single_turn
 from vime.sample import Group, Sample, Task
 from vime.store.shared_memory import SharedMemoryStore
-from vime.training.advantages import Estimator
+from vime.training.advantages import ESTIMATORS
 from vime.training.plan import Row
 
 
@@ -29,15 +30,18 @@ class RolloutError(Exception):
 
 
 @dataclass
-class Kept:
-    """A finished group without its tokens: rows for the trainer, numbers for the log, texts for the samples file."""
+class Outcome:
+    """A finished group without its tokens: numbers and texts for the log, and, unless filtered, rows for the trainer."""
 
     group_id: int
+    filtered: str | None
     rows: list[Row]
     rewards: list[float]
+    prompt_tokens: int
+    response_tokens: list[int]
     finish_reasons: list[str]
     staleness: list[int]
-    log_rows: list[dict[str, Any]] = field(default_factory=list)
+    log_rows: list[dict[str, Any]]
 
 
 def log_row(split: str, group_id: int, task: Task, sample: Sample, advantage: float | None) -> dict[str, Any]:
@@ -54,7 +58,15 @@ def log_row(split: str, group_id: int, task: Task, sample: Sample, advantage: fl
         "tokens": len(sample.response_ids),
         "finish": sample.finish_reason,
         "version": sample.versions[-1].version,
+        **({"reward_parts": sample.reward_parts} if sample.reward_parts else {}),
     }
+
+
+FAILED = "failed"  # fewer than two samples of the group could be made
+
+
+def store_key(group_id: int) -> str:
+    return f"g{group_id}"
 
 
 def zero_variance(group: Group) -> bool:
@@ -65,41 +77,43 @@ FILTERS: dict[str, Callable[[Group], bool]] = {"none": lambda group: False, "zer
 
 
 class Collector:
-    """Makes batches. ``filtered`` counts the groups that were dropped in this batch, by reason."""
+    """Makes batches of groups."""
 
     def __init__(
         self,
+        config: Config,
         context: Context,
         cursor: PromptCursor,
         journal: Journal,
         store: SharedMemoryStore,
-        estimator: Estimator,
-        groups: int,
-        samples_per_group: int,
-        filter_name: str,
-        max_refills: int,
     ) -> None:
-        self.context, self.cursor, self.journal, self.store, self.estimator = context, cursor, journal, store, estimator
-        self.groups, self.samples_per_group, self.max_refills = groups, samples_per_group, max_refills
-        self.filter_name = filter_name
-        self.filtered: Counter[str] = Counter()
+        self.section, self.context, self.cursor, self.journal, self.store = (
+            config.rollout,
+            context,
+            cursor,
+            journal,
+            store,
+        )
+        self.estimator = ESTIMATORS[config.algorithm.advantage]
+        self.filter = FILTERS[config.rollout.filter]
         self.failed_samples = 0
         self.last_error = ""
 
-    async def collect(self, version: int, progress: Callable[[int, int], None] = lambda *_: None) -> list[Kept]:
-        """One batch of ``groups`` groups, fewer only where refills ran out.
+    async def collect(self, version: int, progress: Callable[[int, int], None] = lambda *_: None) -> list[Outcome]:
+        """One batch: ``rollout.groups`` groups to train on, fewer only where refills ran out, and those filtered.
 
-        Groups that are filtered are replaced at once by further prompts. Raises RolloutError when nothing could be
-        kept because sampling or scoring failed; unfinished prompts return to the buffer on any error.
+        Groups that are filtered are replaced at once by further prompts. Raises RolloutError when no group could be made
+        because sampling or scoring failed; prompts without an end return to the buffer on any error.
         """
-        self.filtered.clear()
         self.failed_samples = 0
-        kept: list[Kept] = []
-        running: dict[asyncio.Task[Kept | None], int] = {}
-        allowance = self.groups * (1 + self.max_refills)
+        outcomes: list[Outcome] = []
+        running: dict[asyncio.Task[Outcome], int] = {}
+        wanted = self.section.groups
+        allowance = wanted * (1 + self.section.max_refills)
+        kept = 0
         try:
             while True:
-                while len(kept) + len(running) < self.groups and allowance:
+                while kept + len(running) < wanted and allowance:
                     allowance -= 1
                     group_id, task = self.cursor.take()
                     self.journal.write("taken", group_id, task=task.id)
@@ -108,28 +122,27 @@ class Collector:
                     break
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for finished in done:
-                    group_id = running[finished]
-                    result = finished.result()
+                    outcome = finished.result()
                     del running[finished]
-                    if result is not None:
-                        kept.append(result)
-                progress(len(kept), self.groups)
+                    outcomes.append(outcome)
+                    kept += outcome.filtered is None
+                progress(kept, wanted)
         except BaseException:
             for pending, group_id in running.items():
                 pending.cancel()
                 self.cursor.give_back(group_id)
-            for one in kept:
-                self.cursor.give_back(one.group_id)
             await asyncio.gather(*running, return_exceptions=True)
             raise
-        if not kept and self.failed_samples:
-            raise RolloutError(f"no group could be made, {self.failed_samples} samples failed; the last: {self.last_error}")
-        return sorted(kept, key=lambda one: one.group_id)
+        if all(outcome.filtered == FAILED for outcome in outcomes):
+            raise RolloutError(
+                f"no group could be made: {self.failed_samples} samples failed; the last: {self.last_error}"
+            )
+        return sorted(outcomes, key=lambda outcome: outcome.group_id)
 
-    async def _group(self, group_id: int, task: Task, version: int) -> Kept | None:
+    async def _group(self, group_id: int, task: Task, version: int) -> Outcome:
         context = replace(self.context, version=version, session_id=f"g{group_id}")
         outcomes = await asyncio.gather(
-            *(single_turn(context, task) for _ in range(self.samples_per_group)), return_exceptions=True
+            *(single_turn(context, task) for _ in range(self.section.samples_per_group)), return_exceptions=True
         )
         samples = []
         for outcome in outcomes:
@@ -141,64 +154,67 @@ class Collector:
                 raise outcome
             else:
                 samples.append(outcome)
-        group = Group(group_id, task, samples)
-        if len(samples) < 2:
-            return self._drop(group, "failed")
-        if FILTERS[self.filter_name](group):
-            return self._drop(group, self.filter_name)
-        return self._keep(group, version)
+        return self._outcome(Group(group_id, task, samples), version)
 
-    def _drop(self, group: Group, reason: str) -> None:
-        self.filtered[reason] += 1
-        self.cursor.finish(group.id)
-        self.journal.write("filtered", group.id, reason=reason)
-
-    def _keep(self, group: Group, version: int) -> Kept:
-        key = f"g{group.id}"
-        self.store.put(key, group.samples)
-        advantages = self.estimator(group.rewards)
-        pairs = list(zip(group.samples, advantages, strict=True))
-        return Kept(
-            group.id,
-            [
+    def _outcome(self, group: Group, version: int) -> Outcome:
+        samples = group.samples
+        reason = FAILED if len(samples) < 2 else self.section.filter if self.filter(group) else None
+        advantages = [0.0] * len(samples) if reason else self.estimator(group.rewards)
+        rows = []
+        if reason:
+            self.cursor.finish(group.id)
+            self.journal.write("filtered", group.id, reason=reason)
+        else:
+            key = store_key(group.id)
+            self.store.put(key, samples)
+            rows = [
                 Row(key, i, len(s.prompt_ids), len(s.response_ids), sum(s.loss_mask), advantage, 0.0)
-                for i, (s, advantage) in enumerate(pairs)
-            ],
+                for i, (s, advantage) in enumerate(zip(samples, advantages, strict=True))
+            ]
+        return Outcome(
+            group.id,
+            reason,
+            rows,
             group.rewards,
-            [sample.finish_reason for sample in group.samples],
-            [version - sample.oldest_version for sample in group.samples],
-            [log_row("train", group.id, group.task, s, advantage) for s, advantage in pairs],
+            len(samples[0].prompt_ids) if samples else 0,
+            [len(sample.response_ids) for sample in samples],
+            [sample.finish_reason for sample in samples],
+            [version - sample.oldest_version for sample in samples],
+            [log_row("train", group.id, group.task, s, a) for s, a in zip(samples, advantages, strict=True)],
         )
 
-    def trained(self, batch: list[Kept], step: int) -> None:
-        """The batch's prompts end as trained; their payloads are dropped."""
-        for one in batch:
-            self.cursor.finish(one.group_id)
-            self.journal.write("trained", one.group_id, step=step)
-        self.store.drop([f"g{one.group_id}" for one in batch])
+    def trained(self, batch: list[Outcome], step: int) -> None:
+        """The prompts that were trained on end so; their payloads are dropped."""
+        kept = [outcome.group_id for outcome in batch if outcome.filtered is None]
+        for group_id in kept:
+            self.cursor.finish(group_id)
+            self.journal.write("trained", group_id, step=step)
+        self.store.drop([store_key(group_id) for group_id in kept])
 
 
-def rollout_metrics(batch: list[Kept], collector: Collector, seconds: float) -> dict[str, float]:
-    """What the batch was like; lengths in tokens."""
-    rewards = [reward for one in batch for reward in one.rewards]
-    rows = [row for one in batch for row in one.rows]
-    lengths = [row.response_tokens for row in rows]
-    finishes = [reason for one in batch for reason in one.finish_reasons]
-    staleness = [behind for one in batch for behind in one.staleness]
+def rollout_metrics(batch: list[Outcome], failed_samples: int, seconds: float) -> dict[str, float]:
+    """What the batch was like, filtered groups included; lengths in tokens."""
+    whole = [outcome for outcome in batch if outcome.rewards]
+    rewards = [reward for outcome in whole for reward in outcome.rewards]
+    lengths = [length for outcome in whole for length in outcome.response_tokens]
+    finishes = [reason for outcome in whole for reason in outcome.finish_reasons]
+    staleness = [behind for outcome in whole for behind in outcome.staleness]
+    filtered = Counter(outcome.filtered for outcome in batch if outcome.filtered)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "reward/zero_variance_fraction": fmean(max(one.rewards) == min(one.rewards) for one in batch),
+        "reward/zero_variance_fraction": fmean(max(o.rewards) == min(o.rewards) for o in whole),
         "rollout/groups": len(batch),
-        "rollout/samples": len(rows),
+        "rollout/samples": len(rewards),
+        "rollout/response_tokens": sum(lengths),
         "rollout/response_tokens_mean": fmean(lengths),
         "rollout/response_tokens_max": max(lengths),
-        "rollout/prompt_tokens_mean": fmean(row.prompt_tokens for row in rows),
+        "rollout/prompt_tokens_mean": fmean(outcome.prompt_tokens for outcome in whole),
         "rollout/truncated_fraction": finishes.count("length") / len(finishes),
         "rollout/tokens_per_s": sum(lengths) / seconds,
         "rollout/staleness_mean": fmean(staleness),
         "rollout/staleness_max": max(staleness),
-        "rollout/failed_samples": collector.failed_samples,
-        "rollout/filtered": sum(collector.filtered.values()),
-        **{f"rollout/filtered_{reason}": count for reason, count in sorted(collector.filtered.items())},
+        "rollout/failed_samples": failed_samples,
+        "rollout/filtered": sum(filtered.values()),
+        **{f"rollout/filtered_{reason}": count for reason, count in sorted(filtered.items())},
     }

@@ -32,9 +32,7 @@ async def evaluate_set(
 
     async def answer(index: int, task: Task) -> list[Sample | Exception]:
         here = replace(context, session_id=f"eval-{name}-{index}")
-        return await asyncio.gather(
-            *(single_turn(here, task) for _ in range(section.samples)), return_exceptions=True
-        )  # type: ignore[return-value]
+        return await asyncio.gather(*(single_turn(here, task) for _ in range(section.samples)), return_exceptions=True)  # type: ignore[return-value]
 
     outcomes = await asyncio.gather(*(answer(i, task) for i, task in enumerate(tasks)))
     passes: list[list[bool]] = []

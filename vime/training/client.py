@@ -111,7 +111,9 @@ class Trainer:
             raise TrainerError(f"the trainer did not finish {name} in {timeout_s:.0f} s") from None
         except aiohttp.ClientError as error:
             self.check()
-            raise TrainerError(f"the trainer's connection broke in {name}: {error}; see {self.processes[0].log}") from None
+            raise TrainerError(
+                f"the trainer's connection broke in {name}: {error}; see {self.processes[0].log}"
+            ) from None
         if response.status != 200:
             raise TrainerError(f"{name}: {answer['error']}; the traceback is in {self.processes[0].log}")
         return answer

@@ -155,9 +155,7 @@ class TorchEngine:
             with torch.no_grad():
                 proximal = [[self._forward(batch.packed)[0] for batch in update] for update in batches]
         sums = Sums(self.device)
-        norms = [
-            self._update(update, old, sums, total_steps) for update, old in zip(batches, proximal, strict=True)
-        ]
+        norms = [self._update(update, old, sums, total_steps) for update, old in zip(batches, proximal, strict=True)]
         sums.add(torch.tensor(True), packed_tokens=torch.tensor(float(sum(b.tokens for u in batches for b in u))))
         return self._metrics(sums.reduce(), norms, time.perf_counter() - started)
 
@@ -171,7 +169,9 @@ class TorchEngine:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), section.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
-            raise EngineError(f"the gradient norm is {norm.item()} at optimizer step {self.steps}; weights are unchanged")
+            raise EngineError(
+                f"the gradient norm is {norm.item()} at optimizer step {self.steps}; weights are unchanged"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = section.learning_rate * learning_rate_factor(self.steps, section, total_steps)
         self.optimizer.step()
@@ -184,9 +184,7 @@ class TorchEngine:
         logprobs, entropy = self._forward(batch.packed)
         old = batch.behaviour if algorithm.old_logprobs == "behaviour" else proximal
         old = logprobs.detach() if old is None else old
-        token_loss, clipped = losses.ppo_clip(
-            logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high
-        )
+        token_loss, clipped = losses.ppo_clip(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
         if algorithm.entropy_coef:
             token_loss = token_loss - algorithm.entropy_coef * entropy
         loss = (token_loss * batch.weights).sum()

@@ -33,6 +33,7 @@ class Row:
 
 
 MicroBatch = list[Row]
+PlanJson = list[list[list[dict[str, Any]]]]  # [rank][micro-batch][row]
 
 
 def tokens(rows: Sequence[Row]) -> int:
@@ -45,7 +46,10 @@ def weigh(rows: Sequence[Row], reduction: str) -> list[Row]:
     """Rows with their weights: "token": 1/N of all N trained tokens; "sequence": 1/(S n_s) for S sequences of n_s."""
     total = sum(row.trained_tokens for row in rows)
     sequences = sum(row.trained_tokens > 0 for row in rows)
-    weights = {"token": lambda row: 1 / max(total, 1), "sequence": lambda row: 1 / max(sequences * row.trained_tokens, 1)}
+    weights = {
+        "token": lambda row: 1 / max(total, 1),
+        "sequence": lambda row: 1 / max(sequences * row.trained_tokens, 1),
+    }
     return [Row(**{**asdict(row), "weight": weights[reduction](row)}) for row in rows]
 
 
@@ -103,5 +107,6 @@ def plan(rows: Sequence[Row], ranks: int, budget: int) -> list[list[MicroBatch]]
         count += 1
 
 
-def to_json(plans: list[list[MicroBatch]]) -> list[list[list[dict[str, Any]]]]:
+def plan_json(plans: list[list[MicroBatch]]) -> PlanJson:
+    """A plan as it goes to the trainer."""
     return [[[asdict(row) for row in micro] for micro in rank] for rank in plans]

@@ -53,7 +53,9 @@ def load_model(folder: Path) -> nn.Module:
             output_loading_info=True,
         )
     if missing := sorted(loading["missing_keys"]):
-        raise ModelRefused(f"{folder} lacks weights, which would be random: {', '.join(missing[:3])} ({len(missing)} in all)")
+        raise ModelRefused(
+            f"{folder} lacks weights, which would be random: {', '.join(missing[:3])} ({len(missing)} in all)"
+        )
     for name in NOT_SUPPORTED:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise ModelRefused(f"{folder}: the model's {name} is not supported by the torch engine")

@@ -98,8 +98,11 @@ def main() -> None:
     server = serve(int(sys.argv[3]), calls) if rank == 0 else None
     while True:
         call = calls.get() if server else None
-        name, arguments = broadcast_json([call.name, call.arguments] if call else None, commands) if ranks > 1 else (
-            call.name, call.arguments)  # type: ignore[union-attr]
+        name, arguments = (
+            broadcast_json([call.name, call.arguments] if call else None, commands)
+            if ranks > 1
+            else (call.name, call.arguments)
+        )  # type: ignore[union-attr]
         try:
             answer, status = getattr(engine, name)(**arguments), 200
         except Exception as error:

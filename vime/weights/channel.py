@@ -56,7 +56,9 @@ class SharedMemoryChannel:
             await server.update_weights({"path": str(target)}, version)
             held = await server.weight_version()
             if held not in (None, str(version)):
-                raise InferenceError(f"{server.url} says it holds version {held} after the update to {version}; it stays paused")
+                raise InferenceError(
+                    f"{server.url} says it holds version {held} after the update to {version}; it stays paused"
+                )
 
         await fan_out(self.servers, take)
         await fan_out(self.servers, Server.resume)
@@ -64,6 +66,9 @@ class SharedMemoryChannel:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
         return {"time/publish": published - started, "time/sync": time.perf_counter() - published}
+
+
+CHANNELS = {"shared_memory": SharedMemoryChannel}
 
 
 @dataclass
