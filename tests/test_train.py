@@ -93,7 +93,11 @@ def processes_with(text: str) -> list[str]:
             environment = (folder / "environ").read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if folder.name.isdigit() and int(folder.name) != os.getpid() and (text in command or f"MARK={text}" in environment):
+        if (
+            folder.name.isdigit()
+            and int(folder.name) != os.getpid()
+            and (text in command or f"MARK={text}" in environment)
+        ):
             found.append(command)
     return found
 
@@ -119,7 +123,9 @@ def killed_and_resumed(models: Any, tmp_path_factory: Any) -> Path:
             driver.wait()
     wait_for(lambda: not processes_with(str(folder)), 60, "servers, router and trainer to end")
     (folder / "journal-when-killed.jsonl").write_text((folder / "run" / "journal.jsonl").read_text())
-    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        [*command, "--resume"], env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "second.log").write_text(done.stdout)
     return folder

@@ -1,4 +1,4 @@
-"""The torch engine as its processes: two ranks do what one does, micro-batches and prompt sharing change nothing, resume goes on."""
+"""The torch engine as its processes: two ranks do what one does, micro-batches change nothing, resume goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights reach real vLLM servers and are proved; an update that does not fit leaves the server paused, a good one recovers it."""
+"""Weights reach real vLLM servers and are proved; one that does not fit leaves the server paused, a good one recovers it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, allow_abbrev=False, **options)  # type: ignore[arg-type]
 
     raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    every = f"{OVERRIDES}\n{help_text()}\n\n[vllm] and [router] take any flag of those programs by its own name: --vllm.max-model-len 2048"
+    passed_on = "[vllm] and [router] take any flag of those programs by its own name: --vllm.max-model-len 2048"
+    every = f"{OVERRIDES}\n{help_text()}\n\n{passed_on}"
     train = add("train", "train a model", epilog=every, usage="vime train CONFIG.toml [--section.key value ...]", **raw)
     train.add_argument("config", type=Path, help="TOML file")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
@@ -87,9 +88,9 @@ async def run_training(config: Config, resume: bool) -> int:
             report = job.finish()
     if job.evals:
         console.print(before_after_table(job.evals))
-    print(
-        f"summary     {job.run_dir / 'summary.json'}\nreport      {report}\nmodel       {job.checkpoints.path(job.step) / 'model'}"
-    )
+    print(f"summary     {job.run_dir / 'summary.json'}")
+    print(f"report      {report}")
+    print(f"model       {job.checkpoints.path(job.step) / 'model'}")
     return 0
 
 

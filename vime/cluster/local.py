@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import vime
 from vime.cluster import supervise
 
 _NOISE = re.compile(r"^\s*$|^\s+File |^\s*[\^~]+\s*$|DeprecationWarning|warnings\.warn|\bINFO\b")
@@ -25,6 +26,11 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def python_path() -> str:
+    """PYTHONPATH under which a child finds this package, and whatever we were given."""
+    return os.pathsep.join(filter(None, [str(Path(vime.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 
 def useful_lines(log: Path, count: int = 12) -> str:

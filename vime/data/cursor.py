@@ -37,7 +37,7 @@ class PromptCursor:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Prompts ``drawn`` since the start, and of them: ``open``, ``buffered``, ``finished``. The last three sum to it."""
+        """Prompts ``drawn`` since the start; each of them is one of ``open``, ``buffered`` and ``finished``."""
         finished = self.drawn - len(self.open) - len(self.buffer)
         return {"drawn": self.drawn, "open": len(self.open), "buffered": len(self.buffer), "finished": finished}
 

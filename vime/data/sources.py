@@ -34,9 +34,9 @@ def load_tasks(
 ) -> list[Task]:
     """All tasks of a source, in its order.
 
-    ``source``: ``reasoning-gym:NAME``, a .jsonl, .json or .parquet file, or a folder for ``datasets``. A row's prompt is
-    text or a list of chat messages; columns other than prompt, answer and id become metadata. ``template`` is a format
-    string around a text prompt and may name any column. Raises DataError.
+    ``source``: ``reasoning-gym:NAME``, a .jsonl, .json or .parquet file, or a folder for ``datasets``. A row's prompt
+    is text or a list of chat messages; columns other than prompt, answer and id become metadata. ``template`` is a
+    format string around a text prompt and may name any column. Raises DataError.
     """
     if source.startswith(GENERATED):
         name = source.removeprefix(GENERATED)
@@ -76,7 +76,8 @@ def make_task(
     elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if template:
             raise DataError(
-                f"{source}, row {index}: a template wraps text, but {prompt_key!r} is a list of messages; remove the template"
+                f"{source}, row {index}: a template wraps text, but {prompt_key!r} is a list of messages; "
+                "remove the template"
             )
         messages = [dict(message) for message in prompt]
     else:

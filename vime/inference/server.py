@@ -12,8 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-import vime
-from vime.cluster.local import Process, ProcessError, free_port, useful_lines
+from vime.cluster.local import Process, ProcessError, free_port, python_path, useful_lines
 from vime.config.load import ConfigError
 from vime.config.sections import Config, Flag
 from vime.inference.client import Server
@@ -78,13 +77,14 @@ def server_command(config: Config, port: int, index: int, known: list[str]) -> l
         "seed": config.run.seed + index,
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
-        "enable-log-requests": False,
         "worker-extension-cls": "vime.inference.worker_extension.WorkerExtension",
         "weight-transfer-config": json.dumps({"backend": "vime_files"}),
     }
     if "enable-scale-out" in known:
         flags["enable-scale-out"] = True
-    if not on_gpu():
+    if on_gpu():
+        flags["gpu-memory-utilization"] = 0.5  # the trainer may be on the same device
+    else:
         flags |= {"enforce-eager": True, "block-size": 32}
     given = {name.replace("_", "-").removeprefix("no-") for name in config.vllm}
     flags = {name: value for name, value in flags.items() if name not in given} | config.vllm
@@ -99,9 +99,7 @@ def server_env(config: Config, index: int) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(vime.__file__).parents[1]), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": python_path(),
     }
     if on_gpu() and (count := config.inference.gpus_per_server):
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64)))).split(",")
@@ -146,8 +144,8 @@ class Fleet:
             self.processes.append(process)
             waiting.append((process, f"http://127.0.0.1:{port}"))
         self.servers = [Server(url, self.session, section.control_timeout_s, MODEL_NAME) for _, url in waiting]
-        for (process, _), server in zip(waiting, self.servers, strict=True):
-            await self._wait_ready(process, server.url + "/health", section.start_timeout_s, say)
+        for (waited_for, _), server in zip(waiting, self.servers, strict=True):
+            await self._wait_ready(waited_for, server.url + "/health", section.start_timeout_s, say)
             await server.learn_paths()
             server.model = await server.model_name()
             await server.init_weight_transfer({})

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -75,15 +76,15 @@ def tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def forget_packed_experts(model: torch.nn.Module) -> None:
+def forget_packed_experts(model: Any) -> None:
     """The CPU build packs experts only while no kernel exists: a second load would be copied in unpacked."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
-def repack_tied_heads(model: torch.nn.Module) -> None:
+def repack_tied_heads(model: Any) -> None:
     """The CPU build's output head keeps a packed copy, which a layerwise reload does not refresh when it is tied."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -111,7 +112,8 @@ class FilesEngine(WeightTransferEngine[FilesInit, FilesUpdate]):
         if self.device.type == "cpu":
             forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors(update_info.path))
+        model: Any = self.model
+        model.load_weights(tensors(update_info.path))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -29,7 +29,10 @@ class RewardError(Exception):
 
 
 def load_reward(name: str, **options: Any) -> Reward:
-    """A built-in by name with its options, or a user's ``module:function`` / ``file.py:function``; raises RewardError."""
+    """A built-in by name with its options, or a user's ``module:function`` or ``file.py:function``.
+
+    Raises RewardError.
+    """
     if name in BUILTIN:
         known = list(inspect.signature(BUILTIN[name]).parameters)
         for option in options:

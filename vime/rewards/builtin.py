@@ -1,4 +1,4 @@
-"""Built-in rewards. Each maker takes its options and returns ``(task, response) -> float``; one line each in BUILTIN."""
+"""Built-in rewards. Each maker takes its options, returns ``(task, response) -> float``, and is a line in BUILTIN."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def math_verify(timeout_s: float = 5, processes: int = 0) -> Scorer:
 
 
 def answer_of(response: str, extract: str) -> str:
-    """The part of a reply that is scored: "answer_tag" (the last <answer>...</answer>, else all), "last_number", "whole"."""
+    """The part of a reply that is scored: "answer_tag" (the last <answer>, else all), "last_number", "whole"."""
     if extract == "last_number":
         number = last_number_of(response)
         return "" if number is None else f"{number:f}"

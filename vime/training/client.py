@@ -14,8 +14,7 @@ from typing import Any
 
 import aiohttp
 
-import vime
-from vime.cluster.local import Process, ProcessError, free_port
+from vime.cluster.local import Process, ProcessError, free_port, python_path
 from vime.config.sections import Config
 
 ALLOCATOR = ":".join(  # large pages, and large blocks kept: a third of a CPU step is page faults without
@@ -50,7 +49,7 @@ class Trainer:
             "MASTER_PORT": str(meeting),
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": str(Path(vime.__file__).parents[1]),
+            "PYTHONPATH": python_path(),
             "GLIBC_TUNABLES": ALLOCATOR,
         }
         self.processes = [

@@ -99,7 +99,7 @@ class Sums:
 
     def reduce(self) -> dict[str, float]:
         """Sums over ranks for every sum, maxima over ranks for every maximum; one collective each."""
-        both = {}
+        both: dict[str, float] = {}
         for kept, operation in ((self.sums, dist.ReduceOp.SUM), (self.maxima, dist.ReduceOp.MAX)):
             names = sorted(kept)
             stacked = torch.stack([kept[name].double() for name in names])
@@ -163,6 +163,7 @@ class TorchEngine:
         self, batches: list[Batch], proximal: list[torch.Tensor | None], sums: Sums, total_steps: int
     ) -> torch.Tensor:
         section = self.config.trainer
+        self.optimizer.zero_grad(set_to_none=True)  # of an update that failed
         for batch, old in zip(batches, proximal, strict=True):
             loss = self._loss(batch, old, sums)
             (loss * self.ranks).backward()  # FSDP averages gradients over ranks; the weights are global already
@@ -277,12 +278,12 @@ class TorchEngine:
             for name, parameter in self.policy.named_parameters():
                 if f"exp_avg.{plain_name(name)}" not in known:
                     continue
-                state: dict[str, torch.Tensor] = {"step": torch.tensor(float(self.steps))}
+                state: dict[str, torch.Tensor] = {"step": torch.tensor(float(self.steps), device=self.device)}
                 for key in ("exp_avg", "exp_avg_sq"):
                     full = moments.get_tensor(f"{key}.{plain_name(name)}").to(self.device)
-                    data = parameter.detach()
-                    sharded = isinstance(data, DTensor)
-                    state[key] = distribute_tensor(full, data.device_mesh, data.placements) if sharded else full
+                    if isinstance(parameter, DTensor):
+                        full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+                    state[key] = full
                 self.optimizer.state[parameter] = state  # type: ignore[assignment]
 
 

@@ -46,6 +46,7 @@ class _Chunk(torch.autograd.Function):
         of_logprob, of_entropy = gradients
         log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(normaliser[:, None])
         if of_entropy is None:
+            assert of_logprob is not None
             slope = log_p.exp_().mul_(-of_logprob[:, None])
         else:
             base = torch.zeros_like(entropy) if of_logprob is None else of_logprob

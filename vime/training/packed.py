@@ -1,7 +1,8 @@
 """Packed rows with shared prompts: several sequences in one row, no padding, each attending only to itself.
 
-A prompt's tokens stand once; its branches (the responses of a group) each go on from it as if they stood alone. Positions and attention are those of the separate sequences, so log-probabilities and
-gradients equal theirs; only the arithmetic is saved.
+A prompt stands once; its branches (the responses of a group) each go on from it as if they stood alone. Positions and
+attention are those of the separate sequences, so log-probabilities and gradients equal theirs; only the arithmetic is
+saved.
 
 The attention function below is registered with transformers and applied to any model that routes through its attention
 interface: the model's code is not touched.

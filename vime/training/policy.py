@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vime.training import packed
 from vime.training.logprobs import chunked_logprobs
@@ -25,9 +26,9 @@ class ModelRefused(Exception):
 class Policy(nn.Module):
     """``model`` is the transformers model, with its own parameter names; forward gives what the losses need."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model: PreTrainedModel = model
 
     def forward(self, batch: packed.Packed, temperature: float, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies (float32 [N]) of a packed micro-batch's N response tokens."""
@@ -41,17 +42,18 @@ class Policy(nn.Module):
         return chunked_logprobs(hidden, head.weight, getattr(head, "bias", None), batch.targets, temperature, chunk)
 
 
-def load_model(folder: Path) -> nn.Module:
+def load_model(folder: Path) -> PreTrainedModel:
     """The folder's model in float32 with packed attention; ModelRefused names what the engine cannot do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation=packed.NAME,
             local_files_only=True,
             output_loading_info=True,
         )
+    model, loading = found
     if missing := sorted(loading["missing_keys"]):
         raise ModelRefused(
             f"{folder} lacks weights, which would be random: {', '.join(missing[:3])} ({len(missing)} in all)"
@@ -64,7 +66,7 @@ def load_model(folder: Path) -> nn.Module:
     return model
 
 
-def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> Policy:
+def shard(model: Any, ranks: int, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> Policy:
     """The recipe: (checkpoint and) shard each decoder layer, then the rest as one unit; compute in ``dtype``, keep float32."""
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -73,6 +73,8 @@ def serve(port: int, calls: queue.Queue[Call]) -> ThreadingHTTPServer:
 
 def broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
     """Rank 0's value on every rank, as JSON bytes."""
+    if dist.get_world_size(group) == 1:
+        return value
     data = torch.tensor(list(json.dumps(value).encode()) if value is not None else [0], dtype=torch.uint8)
     length = torch.tensor([len(data)])
     dist.broadcast(length, 0, group)
@@ -85,8 +87,10 @@ def main() -> None:
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cpu")
+    if cuda:  # the last devices: servers take the first
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", (count - ranks + rank) % count)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(threads_for(config.trainer))
@@ -98,11 +102,7 @@ def main() -> None:
     server = serve(int(sys.argv[3]), calls) if rank == 0 else None
     while True:
         call = calls.get() if server else None
-        name, arguments = (
-            broadcast_json([call.name, call.arguments] if call else None, commands)
-            if ranks > 1
-            else (call.name, call.arguments)
-        )  # type: ignore[union-attr]
+        name, arguments = broadcast_json([call.name, call.arguments] if call else None, commands)
         try:
             answer, status = getattr(engine, name)(**arguments), 200
         except Exception as error:
