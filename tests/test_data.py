@@ -302,19 +302,6 @@ def test_a_prompt_open_when_the_state_was_saved_comes_again_first() -> None:
     assert resumed.take() == first
 
 
-def test_without_shuffling_the_order_is_the_tasks_own_in_every_epoch() -> None:
-    assert order(PromptCursor(tasks(3), 0, shuffle=False), 6) == ["t0", "t1", "t2"] * 2
-
-
-def test_every_prompt_drawn_is_open_buffered_or_finished() -> None:
-    cursor = PromptCursor(tasks(2), 0)
-    assert (cursor.epoch, cursor.counts) == (0, {"drawn": 0, "open": 0, "buffered": 0, "finished": 0})
-    first, second, _third = cursor.take(), cursor.take(), cursor.take()
-    cursor.finish(first[0])
-    cursor.give_back(second[0])
-    assert (cursor.epoch, cursor.counts) == (1, {"drawn": 3, "open": 1, "buffered": 1, "finished": 1})
-
-
 def test_a_prompt_that_is_not_out_can_be_neither_finished_nor_given_back() -> None:
     cursor = PromptCursor(tasks(2), 0)
     group_id, _ = cursor.take()
@@ -333,7 +320,6 @@ def test_a_prompt_that_is_not_out_can_be_neither_finished_nor_given_back() -> No
         (PromptCursor([*tasks(8), task("other")], 0), "digest was"),
         (PromptCursor(tasks(9), 1), "seed was 0, is 1"),
         (PromptCursor(tasks(9)[::-1], 0), "digest was"),
-        (PromptCursor(tasks(9), 0, shuffle=False), "shuffle was True, is False"),
     ],
 )
 def test_a_state_of_other_data_or_another_seed_is_refused(cursor: PromptCursor, what: str) -> None:

@@ -63,11 +63,9 @@ class Checkpoints:
         (draft / "config.toml").write_text(config)
         (draft / "state.json").write_text(json.dumps(state))
         flush(draft)
-        if target.exists():
-            target.rename(target.with_suffix(".old"))
+        shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
         flush_folder(self.folder)
-        shutil.rmtree(target.with_suffix(".old"), ignore_errors=True)
         self.prune(state.get("best_step"))
         return target
 
@@ -78,7 +76,7 @@ class Checkpoints:
         for step in self.steps()[: -self.keep]:
             if step != best:
                 shutil.rmtree(self.path(step), ignore_errors=True)
-        for left in [*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")]:
+        for left in self.folder.glob("step-*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
 
 

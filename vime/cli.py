@@ -100,12 +100,12 @@ async def run_evaluation(config: Config) -> int:
     from rich.table import Table
 
     from vime.inference.server import Fleet
-    from vime.job import load_tokenizer, make_context, tasks_of
+    from vime.job import load_held_out, load_tokenizer, make_context
     from vime.rollout.evaluate import evaluate
 
     if not config.eval.sets:
         raise ConfigError("the configuration has no evaluation set; add one as [eval.sets.NAME]")
-    tasks = {name: tasks_of(section) for name, section in config.eval.sets.items()}
+    tasks = load_held_out(config)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         fleet = Fleet(config, session, Path(config.run.dir) / "logs-eval")
         try:

@@ -21,7 +21,7 @@ from vime.config.load import ConfigError, dump
 from vime.config.sections import Config, DataSet
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal
-from vime.data.sources import load_tasks, split_held_out
+from vime.data.sources import distinct, load_tasks, split_held_out
 from vime.inference.server import Fleet
 from vime.observe.live import LiveView
 from vime.observe.metrics import Recorder, rewind
@@ -49,9 +49,14 @@ def tasks_of(section: DataSet) -> list[Task]:
     )
 
 
+def load_held_out(config: Config) -> dict[str, list[Task]]:
+    """The evaluation sets by name, each prompt once."""
+    return {name: distinct(tasks_of(section)) for name, section in config.eval.sets.items()}
+
+
 def load_data(config: Config) -> tuple[list[Task], dict[str, list[Task]]]:
     """Training tasks, without any prompt of an evaluation set, and the evaluation sets by name."""
-    held_out = {name: tasks_of(section) for name, section in config.eval.sets.items()}
+    held_out = load_held_out(config)
     return split_held_out(tasks_of(config.data), [t for tasks in held_out.values() for t in tasks]), held_out
 
 

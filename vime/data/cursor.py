@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,35 +19,23 @@ class PromptCursor:
     """Shuffled epochs over the tasks. The order of epoch e depends on (seed, e) only.
 
     A prompt taken is open until ``finish``. Prompts given back, and those open when the state was saved, come again
-    before any new one, under the group id they had. ``shuffle=False`` keeps the tasks' own order in every epoch.
+    before any new one, under the group id they had.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         if not tasks:
             raise CursorError("there are no tasks to take prompts from; see data.source")
-        self.tasks, self.seed, self.shuffle = tasks, seed, shuffle
+        self.tasks, self.seed = tasks, seed
         self.drawn = 0  # new prompts drawn since the start; also the next group id
         self.open: dict[int, int] = {}  # group id -> task index
         self.buffer: list[tuple[int, int]] = []
         self._order: tuple[int, list[int]] = (-1, [])
 
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0, of the next new prompt."""
-        return self.drawn // len(self.tasks)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Prompts ``drawn`` since the start; each of them is one of ``open``, ``buffered`` and ``finished``."""
-        finished = self.drawn - len(self.open) - len(self.buffer)
-        return {"drawn": self.drawn, "open": len(self.open), "buffered": len(self.buffer), "finished": finished}
-
     def _index(self, draw: int) -> int:
         epoch, place = divmod(draw, len(self.tasks))
         if self._order[0] != epoch:
             order = list(range(len(self.tasks)))
-            if self.shuffle:
-                random.Random(f"{self.seed}:{epoch}").shuffle(order)
+            random.Random(f"{self.seed}:{epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1][place]
 
@@ -75,7 +64,8 @@ class PromptCursor:
         return self.open.pop(group_id)
 
     def _digest(self) -> str:
-        return hashlib.sha256("\n".join(task.id for task in self.tasks).encode()).hexdigest()[:16]
+        rows = [[task.id, task.messages, task.answer] for task in self.tasks]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
         """JSON-serialisable; open prompts are in it as buffered."""
@@ -83,7 +73,6 @@ class PromptCursor:
             "tasks": len(self.tasks),
             "digest": self._digest(),
             "seed": self.seed,
-            "shuffle": self.shuffle,
             "drawn": self.drawn,
             "buffer": sorted([*self.buffer, *self.open.items()]),
         }
@@ -91,8 +80,8 @@ class PromptCursor:
     def load(self, state: dict[str, Any]) -> None:
         """Takes up a saved state; CursorError where it is of other tasks or another seed."""
         mine = self.state()
-        for name in ("tasks", "digest", "seed", "shuffle"):
-            was = state.get(name, True) if name == "shuffle" else state[name]  # always shuffled before it was an option
+        for name in ("tasks", "digest", "seed"):
+            was = state[name]
             if was != mine[name]:
                 raise CursorError(
                     f"the checkpoint's prompts are others: {name} was {was}, is {mine[name]}; "

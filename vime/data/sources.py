@@ -229,10 +229,19 @@ def json_fault(path: Path) -> str:
     return ""
 
 
+def _content(task: Task) -> str:
+    return json.dumps(task.messages, sort_keys=True)
+
+
+def distinct(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks without those whose messages came before: a generated set repeats itself."""
+    return list({_content(task): task for task in reversed(tasks)}.values())[::-1]
+
+
 def split_held_out(train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
     """The training tasks whose messages are in no evaluation set; DataError where none is left."""
-    held = {json.dumps(task.messages, sort_keys=True) for task in held_out}
-    kept = [task for task in train if json.dumps(task.messages, sort_keys=True) not in held]
+    held = set(map(_content, held_out))
+    kept = [task for task in train if _content(task) not in held]
     if not kept:
         raise DataError(f"all {len(train)} training prompts are evaluation prompts too; use other data or another seed")
     return kept

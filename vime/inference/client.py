@@ -59,7 +59,10 @@ def parse_completion(body: Any, assumed_version: int) -> Completion:
         raise InferenceError("the log-probabilities are of other tokens than the ids")
     if not all(-9000.0 < value <= 0.0 for value in logprobs):  # vLLM writes NaN and -inf as -9999
         raise InferenceError(f"a log-probability is not a finite number <= 0: {min(logprobs)} to {max(logprobs)}")
-    return Completion(ids, logprobs, spans or (VersionSpan(assumed_version, 0, len(ids)),), finish)
+    spans = spans or (VersionSpan(assumed_version, 0, len(ids)),)
+    if [span.start for span in spans] + [len(ids)] != [0] + [span.end for span in spans]:
+        raise InferenceError(f"the weight versions {spans} do not cover the {len(ids)} tokens")
+    return Completion(ids, logprobs, spans, finish)
 
 
 def _version(text: str) -> int:

@@ -38,9 +38,10 @@ class Context:
             )
         return self.prompts[task.id]
 
+    @property
     def server(self) -> Server:
-        """The server of this session; behind a router all lead there."""
-        return self.servers[hash(self.session_id) % len(self.servers)]
+        """Where requests go: the only server, or any of several, since all of those lead to the router."""
+        return self.servers[0]
 
 
 async def single_turn(context: Context, task: Task) -> Sample:
@@ -49,7 +50,7 @@ async def single_turn(context: Context, task: Task) -> Sample:
     for attempt in range(context.retries + 1):
         try:
             async with context.slots:
-                completion = await context.server().generate(
+                completion = await context.server.generate(
                     prompt_ids, context.sampling, context.request_timeout_s, context.version, context.session_id
                 )
             break
