@@ -5,8 +5,8 @@ set -euo pipefail
 model=$1 data=$2 out=$3
 shift 3
 python3 -m vime.cli train examples/demo/config.toml --run.dir "$out/run" --model.path "$model" \
-    --data.source "$data/train.jsonl" --data.options '{}' --eval.sets.test.source "$data/test.jsonl" \
-    --eval.sets.test.options '{}' --vllm.enforce-eager true "$@"
+    --data.source "$data/train.jsonl" --data.options '{}' --data.template '{prompt}' --eval.sets.test.source "$data/test.jsonl" \
+    --eval.sets.test.options '{}' --eval.sets.test.template '{prompt}' --vllm.enforce-eager true "$@"
 python3 - "$out/run" <<'PY'
 import json, statistics, sys
 from pathlib import Path
