@@ -218,7 +218,7 @@ class Weights(Section):
 class Checkpoint(Section):
     """What survives."""
 
-    every: NonNegative = 0
+    every: NonNegative = 20
     """steps between checkpoints; 0: only at the end"""
     keep: Positive = 2
     """newest checkpoints kept, beside the best"""

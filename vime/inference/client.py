@@ -26,6 +26,10 @@ class InferenceError(Exception):
     """A server refused, failed, or answered with something that cannot be trained on."""
 
 
+class RequestRefused(InferenceError):
+    """The server understood and said no (HTTP 4xx), a prompt too long for example: asking again gives the same answer."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """What the server sampled: ids, log-probabilities under the sampling temperature, version spans."""
@@ -85,7 +89,8 @@ class Server:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self.session.request(method, url, json=body, timeout=timeout, headers=headers) as response:
                 if response.status != 200:
-                    raise InferenceError(f"{method} {url} answered {response.status}: {(await response.text())[:500]}")
+                    kind = RequestRefused if 400 <= response.status < 500 else InferenceError
+                    raise kind(f"{method} {url} answered {response.status}: {(await response.text())[:500]}")
                 return await response.json(content_type=None)
         except TimeoutError:
             raise InferenceError(f"{method} {url} gave no answer in {timeout_s:.0f} s") from None

@@ -128,9 +128,12 @@ class Collector:
                     kept += outcome.filtered is None
                 progress(kept, wanted)
         except BaseException:
-            for pending, group_id in running.items():
-                pending.cancel()
+            kept_ids = [outcome.group_id for outcome in outcomes if outcome.filtered is None]
+            self.store.drop(map(store_key, kept_ids))
+            for group_id in [*kept_ids, *running.values()]:
                 self.cursor.give_back(group_id)
+            for pending in running:
+                pending.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             raise
         if all(outcome.filtered == FAILED for outcome in outcomes):

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.inference.client import InferenceError, Server
+from vime.inference.client import InferenceError, RequestRefused, Server
 from vime.rewards import Reward, score
 from vime.sample import Sample, Task
 
@@ -54,8 +54,8 @@ async def single_turn(context: Context, task: Task) -> Sample:
                     prompt_ids, context.sampling, context.request_timeout_s, context.version, context.session_id
                 )
             break
-        except InferenceError:
-            if attempt == context.retries:
+        except InferenceError as error:
+            if attempt == context.retries or isinstance(error, RequestRefused):
                 raise
             await asyncio.sleep(0.5 * 2**attempt)
     text = context.tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class SharedMemoryStore:
         except Exception as error:
             raise StoreError(f"payload {key}, row {row}, cannot be read from {self.folder}: {error}") from None
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 

@@ -1,0 +1,143 @@
+"""Batches against a real vLLM server: what is kept, what is filtered, what fails alone, what returns to the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_config, make_tokenizer
+from vime.data.cursor import PromptCursor
+from vime.data.journal import Journal, account
+from vime.rollout.collect import Collector, Outcome, RolloutError, rollout_metrics
+from vime.rollout.generate import Context
+from vime.sample import Task
+from vime.store.shared_memory import SharedMemoryStore
+
+TASKS = [Task(f"t{i}", ({"role": "user", "content": "abc"[i % 3] * (i + 1)},), "x") for i in range(6)]
+
+
+class Bench:
+    """A collector on the shared server, with a reward of the test's own."""
+
+    def __init__(self, run: Any, fleet: Any, folder: Path, reward: Callable[[Task, str], Any], **rollout: Any) -> None:
+        section = {"groups": 3, "samples_per_group": 4, "max_tokens": 6, "retries": 0, **rollout}
+        self.config = make_config(folder, rollout=section)
+        self.run = run
+        self.context = Context(
+            servers=fleet.servers,
+            tokenizer=make_tokenizer(),
+            reward=reward,
+            sampling={"temperature": 1.0, "max_tokens": 6},
+            request_timeout_s=60,
+            reward_timeout_s=5,
+            retries=0,
+            slots=asyncio.Semaphore(8),
+        )
+        self.cursor = PromptCursor(TASKS, seed=0)
+        self.journal = Journal(folder / "journal.jsonl")
+        self.journal_path = folder / "journal.jsonl"
+        self.store = SharedMemoryStore(folder / "store")
+        self.collector = self.make()
+
+    def make(self, **context: Any) -> Collector:
+        self.context = replace(self.context, **context)
+        return Collector(self.config, self.context, self.cursor, self.journal, self.store)
+
+    def collect(self) -> list[Outcome]:
+        return self.run(self.collector.collect(0))
+
+    def account(self) -> dict[str, Any]:
+        self.journal.offset()
+        return account(self.journal_path)
+
+
+@pytest.fixture
+def bench(run: Any, fleets: Any, tmp_path: Path) -> Callable[..., Bench]:
+    return lambda reward, **rollout: Bench(run, fleets("tied"), tmp_path, reward, **rollout)
+
+
+def by_length(task: Task, text: str) -> float:
+    return len(text) + sum(map(ord, text)) / 1e4
+
+
+def test_a_batch_has_whole_groups_whose_payloads_are_what_the_server_sampled(bench: Any) -> None:
+    made = bench(by_length)
+    batch = made.collect()
+    assert [len(outcome.rows) for outcome in batch] == [4, 4, 4]
+    for outcome in batch:
+        assert sum(row.advantage for row in outcome.rows) == pytest.approx(0, abs=1e-6)
+        for row in outcome.rows:
+            payload = made.store.get(row.key, row.index)
+            assert len(payload.response_ids) == len(payload.logprobs) == row.response_tokens
+            assert (payload.logprobs < 0).all() and payload.loss_mask.all()
+
+
+def test_prompts_end_as_trained_and_their_payloads_are_dropped(bench: Any) -> None:
+    made = bench(by_length)
+    made.collector.trained(made.collect(), step=1)
+    assert made.account() == {"taken": 3, "trained": 3, "filtered": {}, "open": [], "twice": []}
+    assert not list(made.store.folder.iterdir()) and not made.cursor.open
+
+
+def test_groups_without_variance_are_filtered_counted_and_replaced_up_to_the_limit(bench: Any) -> None:
+    made = bench(lambda task, text: 1.0, filter="zero_variance", max_refills=1)
+    batch = made.collect()
+    assert [outcome.filtered for outcome in batch] == ["zero_variance"] * 6
+    assert made.account()["filtered"] == {"zero_variance": 6}
+    metrics = rollout_metrics(batch, 0, 1.0)
+    assert metrics["rollout/filtered_zero_variance"] == 6 and metrics["reward/mean"] == 1.0
+
+
+def test_one_bad_sample_fails_alone(bench: Any) -> None:
+    calls = []
+
+    def fails_first(task: Task, text: str) -> float:
+        calls.append(text)
+        if len(calls) == 1:
+            raise ValueError("no")
+        return by_length(task, text)
+
+    made = bench(fails_first)
+    batch = made.collect()
+    assert sorted(len(outcome.rows) for outcome in batch) == [3, 4, 4]
+    assert made.collector.failed_samples == 1 and "ValueError: no" in made.collector.last_error
+
+
+def test_when_no_sample_can_be_scored_the_batch_fails_with_the_cause(bench: Any) -> None:
+    def never(task: Task, text: str) -> float:
+        raise RuntimeError("the judge is down")
+
+    made = bench(never, max_refills=0)
+    with pytest.raises(RolloutError, match="12 samples failed; the last: .*the judge is down"):
+        made.collect()
+    assert made.account()["filtered"] == {"failed": 3}
+
+
+def test_a_prompt_that_the_server_refuses_is_not_asked_again(bench: Any) -> None:
+    made = bench(by_length, max_refills=0)
+    made.collector = made.make(sampling={"max_tokens": -5}, retries=5)
+    with pytest.raises(RolloutError, match="answered 4"):
+        made.collect()
+
+
+def test_a_batch_that_is_given_up_returns_its_prompts_under_their_group_ids(bench: Any) -> None:
+    async def hangs(task: Task, text: str) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+    made = bench(hangs)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(made.collector.collect(0))
+        while len(made.cursor.open) < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    made.run(give_up())
+    assert not made.cursor.open and [made.cursor.take()[0] for _ in range(4)] == [0, 1, 2, 3]
