@@ -224,3 +224,12 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(models: Any, tmp_pa
     assert done.returncode == 2
     assert "vLLM server 0 ended with exit code" in done.stderr and "max_model_len" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_server_that_is_not_ready_in_time_is_named_with_the_option(models: Any, tmp_path: Path) -> None:
+    command = [*write_job(tmp_path, models("tied"), steps=1), "--inference.start_timeout_s=1", "--inference.servers=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert "was not ready in 1 s (inference.start_timeout_s); the end of" in done.stderr
+    assert "Traceback" not in done.stderr
+    wait_for(lambda: not processes_with(str(tmp_path)), 60, "the server and the trainer to end")

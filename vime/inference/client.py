@@ -82,6 +82,7 @@ class Server:
         self.url, self.session, self.model = url.rstrip("/"), session, model
         self.requests_url = self.url
         self.timeout_s = control_timeout_s
+        self.needed = NEEDED
         self.paths: frozenset[str] = frozenset()
 
     async def _call(self, method: str, url: str, timeout_s: float, body: Any = None, headers: Any = None) -> Any:
@@ -111,7 +112,7 @@ class Server:
         """Reads what the server offers; raises InferenceError naming every needed path that is missing and the fix."""
         document = await self._call("GET", self.url + "/openapi.json", self.timeout_s)
         self.paths = frozenset(document.get("paths", {}))
-        if missing := [path for path in NEEDED if path not in self.paths]:
+        if missing := [path for path in self.needed if path not in self.paths]:
             raise InferenceError(
                 f"{self.url} lacks " + "; ".join(f"{path}: {FIX.get(path, FIX['other'])}" for path in missing)
             )

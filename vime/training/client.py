@@ -51,6 +51,7 @@ class Trainer:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": python_path(),
             "GLIBC_TUNABLES": ALLOCATOR,
+            "OMP_WAIT_POLICY": "passive",  # a thread that waits for another gives it the core
         }
         self.processes = [
             Process(
