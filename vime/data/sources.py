@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -127,8 +128,10 @@ def fill(template: str | None, prompt: str, row: dict[str, Any], source: str) ->
 
 def generated_rows(name: str, size: int | None, seed: int, options: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """Rows of a reasoning-gym data set; ``entry`` is kept for its own scorer."""
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports, when that is first compiled
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
         raise DataError(f"reasoning-gym has no data set {name!r}{_close(name, list(DATASETS))}")
