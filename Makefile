@@ -36,7 +36,11 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-test: check models/smollm2
+$(VENV)/.test: requirements/test.txt $(VENV)/.ready
+	$(PIP) --no-deps -r requirements/test.txt
+	touch $@
+
+test: check models/smollm2 $(VENV)/.test
 	$(PY) -m pytest $(ARGS)
 
 clean:

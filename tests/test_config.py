@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from vime.config import algorithms
 from vime.config.load import ConfigError, dump, help_text, load, options, parse_overrides, parse_value
-from vime.config.sections import Config
+from vime.config.sections import Config, CorrectionName
 
 
 @pytest.fixture
@@ -55,8 +57,8 @@ def test_an_unknown_key_near_nothing_is_refused_with_all_known_ones(file: Path) 
 def test_a_wrong_value_is_named_with_its_key_and_what_is_expected(file: Path) -> None:
     assert 'rollout.groups = "many": input should be a valid integer' in refusal(file, "--rollout.groups", "many")
     assert "rollout.groups = 0: input should be greater than 0" in refusal(file, "--rollout.groups", "0")
-    text = refusal(file, "--algorithm.advantage", "gae")
-    assert 'algorithm.advantage = "gae"' in text and "'grpo', 'dr_grpo' or 'rloo'" in text
+    text = refusal(file, "--algorithm.reduction", "mean")
+    assert 'algorithm.reduction = "mean"' in text and "'token', 'sequence', 'rollout', 'group' or 'fixed'" in text
 
 
 def test_a_missing_key_is_named_with_the_way_to_set_it(tmp_path: Path) -> None:
@@ -82,7 +84,88 @@ IMPOSSIBLE = [
     (["--eval.sets.t.source", "reasoning-gym:chain_sum"], "set eval.sets.t.seed to another number"),
     (["--eval.sets.t.source", "t.jsonl", "--eval.sets.t.samples", "4"], "set eval.sets.t.temperature > 0"),
     (["--model.path", "/nowhere"], "'/nowhere' holds no config.json"),
+    (["--algorithm.advantage", "grop"], "did you mean grpo?"),
+    (["--algorithm.objective", "cipso"], "did you mean cispo?"),
+    (["--algorithm.objective", "dpo"], 'set advantage = "pair" and reduction = "sequence"'),
+    (
+        ["--algorithm.objective", "dpo", "--algorithm.advantage", "pair", "--algorithm.reduction", "sequence"],
+        'set rollout.filter = "zero_variance"',
+    ),
+    (["--algorithm.objective", "sft"], 'set advantage = "constant"'),
+    (["--data.response_keys", '["chosen", "rejected"]'], 'set algorithm.objective = "sft" or "dpo"'),
+    (["--data.response_keys", '["chosen"]', "--algorithm.objective", "dpo"], "set two keys"),
+    (["--data.response_keys", '["a"]', "--rollout.filter", "zero_variance"], 'set rollout.filter = "none"'),
+    (["--algorithm.dual_clip", "3", "--algorithm.objective", "sapo"], "which has none; remove it"),
+    (["--algorithm.fixed_length", "64"], 'set reduction = "fixed"'),
+    (["--algorithm.advantage", "reverse_kl"], "set teacher.path or teacher.url"),
+    (["--teacher.path", "m"], 'set algorithm.advantage = "reverse_kl"'),
+    (["--reference.path", "m"], "set algorithm.kl_coef > 0"),
+    (
+        ["--algorithm.kl_coef", "0.1", "--reference.path", "m", "--reference.url", "http://localhost:1"],
+        "reference.path and reference.url are both set",
+    ),
+    (
+        [*["--algorithm.kl_coef", "0.1", "--reference.url", "http://localhost:1"], "--rollout.temperature", "0.8"],
+        "set rollout.temperature = 1.0",
+    ),
+    (
+        ["--algorithm.kl_coef", "0.1", "--reference.url", "http://localhost:1", "--reference.refresh_every", "5"],
+        "reference.refresh_every needs the reference in the trainer",
+    ),
+    (["--critic.warmup_steps", "3"], 'set algorithm.advantage = "gae"'),
+    (["--algorithm.kl_in", "reward", "--algorithm.kl_estimator", "unbiased"], 'set it to "k1"'),
+    (["--algorithm.corrections.tis.high", "2", "--algorithm.corrections.icepop.high", "2"], "keep one of them"),
+    (
+        ["--algorithm.corrections.tis.high", "2", "--algorithm.old_logprobs", "behaviour"],
+        'set old_logprobs = "proximal"',
+    ),
+    (["--algorithm.corrections.mis.low", "3", "--algorithm.corrections.mis.high", "2"], "swap them"),
+    (["--reward.function", "exact", "--reward.parts.a.function", "regex"], "set it as reward.parts.NAME.function"),
+    (["--reward.options.x", "1", "--reward.parts.a.function", "exact"], "set it as reward.parts.NAME.options"),
+    (["--reward.overlong_buffer", "256"], "is not below rollout.max_tokens = 256"),
+    (["--rollout.filter", "accuracy_band", "--rollout.accuracy_low", "0.6", "--rollout.accuracy_high", "0.5"], "swap"),
+    (["--rollout.accuracy_low", "0.2"], 'set rollout.filter = "accuracy_band"'),
+    (["--reward.parts.raw.function", "exact", "--reward.length_penalty", "0.1"], "give yours another"),
+    (
+        [
+            *["--data.response_keys", '["chosen"]', "--algorithm.objective", "sft"],
+            *["--algorithm.advantage", "constant", "--reward.length_penalty", "0.1"],
+        ],
+        "given responses are not shaped",
+    ),
+    (["--algorithm.advantage", "maxrl", "--reward.overlong_buffer", "9"], "set reward.overlong_buffer = 0"),
 ]
+
+POSSIBLE = [
+    ["--rollout.samples_per_group", "1", "--algorithm.advantage", "reinforce_pp"],
+    ["--algorithm.advantage", "gae", "--critic.warmup_steps", "3"],
+    ["--algorithm.advantage", "my.module:advantage", "--algorithm.objective", "my_loss.py:loss"],
+    [
+        *["--data.response_keys", '["chosen", "rejected"]', "--algorithm.objective", "dpo"],
+        *["--algorithm.advantage", "pair", "--algorithm.reduction", "sequence"],
+    ],
+    ["--data.response_keys", '["text"]', "--algorithm.objective", "sft", "--algorithm.advantage", "constant"],
+    ["--algorithm.corrections.tis.high", "2", "--algorithm.corrections.opsm.high", "0.1"],
+    ["--algorithm.advantage", "reverse_kl", "--teacher.url", "http://localhost:1"],
+    ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.kl_estimator", "k1"],
+    ["--reward.overlong_buffer", "255", "--reward.length_penalty", "0.1"],
+    ["--rollout.filter", "accuracy_band", "--rollout.accuracy_low", "0.5", "--rollout.accuracy_high", "0.5"],
+    ["--reward.parts.raw.function", "exact", "--reward.parts.b.function", "regex", "--reward.parts.b.weight", "-0.5"],
+    ["--reward.function", "regex", "--reward.options.pattern", "x", "--algorithm.advantage", "maxrl"],
+]
+
+
+@pytest.mark.parametrize("words", POSSIBLE)
+def test_a_combination_that_works_is_not_refused(file: Path, words: list[str]) -> None:
+    load(file, words)
+
+
+def test_the_names_that_are_known_to_the_configuration_are_those_that_exist() -> None:
+    from vime.training.corrections import CORRECTIONS
+    from vime.training.losses import OBJECTIVES
+
+    assert tuple(OBJECTIVES) == algorithms.OBJECTIVES
+    assert set(CORRECTIONS) == set(get_args(CorrectionName))
 
 
 @pytest.mark.parametrize(("words", "fix"), IMPOSSIBLE)
@@ -165,6 +248,20 @@ def test_what_dump_writes_load_reads_as_the_same_configuration(file: Path, tmp_p
     again = tmp_path / "again.toml"
     again.write_text(dump(config))
     assert load(again) == config
+
+
+def test_a_dump_with_several_rewards_is_read_again_as_the_same(file: Path, tmp_path: Path) -> None:
+    config = load(file, ["--reward.parts.a.function", "exact", "--reward.parts.b", '{function = "m:f", weight = 0}'])
+    again = tmp_path / "again.toml"
+    again.write_text(dump(config))
+    assert load(again) == config and list(load(again).reward.parts) == ["a", "b"]
+
+
+@pytest.mark.parametrize("weight", ["inf", "nan", '"much"'])
+def test_the_weight_of_a_reward_is_a_finite_number(file: Path, weight: str) -> None:
+    assert "reward.parts.a.weight" in refusal(
+        file, "--reward.parts.a.function", "exact", "--reward.parts.a.weight", weight
+    )
 
 
 def test_the_resolved_configuration_has_every_option_written_out(file: Path) -> None:

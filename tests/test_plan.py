@@ -2,17 +2,17 @@
 
 import math
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.training.plan import Row, plan, plan_json, tokens, weigh
+from vime.training.plan import Row, pairs, plan, plan_json, tokens, weigh
 
 
 def row(key: str, index: int, prompt: int, response: int, trained: int | None = None) -> Row:
-    return Row(key, index, prompt, response, response if trained is None else trained, 1.0, 0.0)
+    return Row(key, index, index, prompt, response, response if trained is None else trained, 1.0)
 
 
 @st.composite
@@ -110,7 +110,43 @@ def test_by_sequence_every_sequence_with_trained_tokens_has_an_equal_share(rows:
         assert r.weight * r.trained_tokens == pytest.approx(1 / len(trained))
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@given(updates())
+def test_by_group_every_group_has_an_equal_share_whatever_its_size(rows: list[Row]) -> None:
+    shares: dict[str, float] = {}
+    for r in weigh(rows, "group"):
+        shares[r.key] = shares.get(r.key, 0.0) + r.weight * r.trained_tokens
+    filled = [share for share in shares.values() if share]
+    assert filled == pytest.approx([1 / max(len(filled), 1)] * len(filled))
+
+
+def test_by_rollout_the_samples_of_one_generate_call_share_its_weight() -> None:
+    rows = [Row("a", 0, 0, 5, 9, 3, 1.0), Row("a", 1, 0, 5, 9, 5, 1.0), Row("a", 2, 1, 5, 9, 2, 1.0)]
+    assert [r.weight for r in weigh(rows, "rollout")] == pytest.approx([1 / 16, 1 / 16, 1 / 4])
+    assert [r.weight for r in weigh(rows, "sequence")] == pytest.approx([1 / 9, 1 / 15, 1 / 6])
+
+
+def test_by_fixed_length_every_token_weighs_one_over_sequences_times_length() -> None:
+    rows = [row("a", 0, 5, 9, 3), row("a", 1, 5, 9, 5), row("b", 0, 5, 9, 0)]
+    assert [r.weight for r in weigh(rows, "fixed", 64)] == pytest.approx([1 / 128] * 3)
+
+
+@given(*ARGUMENTS)
+def test_groups_that_stay_whole_are_never_cut_even_over_the_budget(rows: list[Row], ranks: int, budget: int) -> None:
+    result = plan(rows, ranks, budget, whole_groups=True)
+    micros = [micro for rank in result for micro in rank]
+    assert Counter(name(r) for micro in micros for r in micro) == Counter(map(name, rows))
+    assert all(sum(any(r.key == key for r in micro) for micro in micros) == 1 for key in {r.key for r in rows})
+    assert all(tokens(micro) <= budget or len({r.key for r in micro}) == 1 for micro in micros)
+    assert len({len(rank) for rank in result}) == 1
+
+
+def test_pairs_are_the_best_and_the_worst_of_each_group_that_has_a_difference() -> None:
+    rows = [replace(row(key, i, 3, 3), reward=r) for key, i, r in [("a", 0, 0.5), ("a", 1, 1.0), ("a", 2, 0.0)]]
+    rows += [replace(row("b", i, 3, 3), reward=0.5) for i in range(3)]
+    assert [name(r) for r in pairs(rows)] == [("a", 1), ("a", 2)]
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "rollout", "group", "fixed"])
 @given(rows=updates())
 def test_weighing_changes_nothing_but_the_weight_and_is_always_finite(reduction: str, rows: list[Row]) -> None:
     weighed = weigh(rows, reduction)

@@ -5,9 +5,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vime.rewards import RewardError, load_reward, score
+from vime.config.sections import RewardSection
+from vime.rewards import Part, RewardError, load_reward, load_rewards, score
 from vime.rewards.builtin import answer_of, last_number_of
 from vime.sample import Task
 
@@ -229,9 +233,9 @@ def test_a_file_named_like_a_module_of_the_library_does_not_replace_it(tmp_path:
     [
         ("exat", "no reward is called 'exat'; did you mean exact?"),
         ("my_rewards.py:lenght", "has no 'lenght'; did you mean length?"),
-        ("my_rewards.py:one", "(task) cannot be called as f(task, response)"),
-        ("my_rewards.py:three", "(task, response, more) cannot be called as f(task, response)"),
-        ("my_rewards.py:constant", "is a int, not a function of (task, response)"),
+        ("my_rewards.py:one", "(task) cannot be called with 2 arguments; a reward is f(task, response)"),
+        ("my_rewards.py:three", "(task, response, more) cannot be called with 2 arguments"),
+        ("my_rewards.py:constant", "is a int, not a function; a reward is f(task, response)"),
         ("none.py:f", "the file none.py does not exist"),
         ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
         ("broken.py:f", "broken.py cannot be imported: ZeroDivisionError"),
@@ -283,7 +287,7 @@ def test_a_reward_that_raises_is_named_with_task_and_cause() -> None:
     assert "picky failed on task t1: KeyError: 'level'" in text
 
 
-@pytest.mark.parametrize("result", [None, "high", {}, {"format": 1.0}, {"reward": None}, [1.0]])
+@pytest.mark.parametrize("result", ["high", {}, {"format": 1.0}, {"reward": None}, [1.0]])
 def test_a_result_that_is_no_reward_is_refused(result: Any) -> None:
     assert "failed on task t1" in failure(lambda *_: result)
 
@@ -399,3 +403,125 @@ def test_a_missing_file_or_module_is_named_with_the_nearest(user_file: Path) -> 
     assert "my_reward.py does not exist; did you mean my_rewards.py?" in refusal("my_reward.py:length")
     assert "did you mean my_rewards?" in refusal("my_rewardz:length")
     assert "did you mean config?" in refusal("vime.confg:length")
+
+
+# several rewards
+
+
+def both(rewards: Any, response: str = "x", answer: str | None = None, deadline_s: float = 20) -> tuple[float, Any]:
+    return asyncio.run(score(rewards, task(answer), response, deadline_s))
+
+
+def gives(result: Any, weight: float = 1.0) -> Part:
+    return Part(lambda *_: result, weight)
+
+
+NUMBERS = st.floats(-100, 100)
+
+
+@given(
+    st.lists(st.tuples(st.none() | NUMBERS, NUMBERS), min_size=1, max_size=5).filter(
+        lambda p: any(v is not None for v, _ in p)
+    )
+)
+def test_the_reward_is_the_weighted_sum_of_the_parts_that_apply(parts: list[tuple[float | None, float]]) -> None:
+    values = np.array([np.nan if v is None else v for v, _ in parts])
+    total, logged = both({f"p{i}": gives(v, w) for i, (v, w) in enumerate(parts)})
+    assert total == pytest.approx(np.nansum(values * np.array([w for _, w in parts])), abs=1e-9)
+    assert logged == {f"p{i}": v for i, v in enumerate(values.tolist()) if not np.isnan(v)}
+
+
+def test_the_weights_of_parts_that_do_not_apply_are_not_given_to_the_others() -> None:
+    assert both({"math": gives(None, 0.8), "style": gives(1.0, 0.2)}) == (0.2, {"style": 1.0})
+
+
+def test_a_part_of_weight_0_is_logged_only() -> None:
+    assert both({"right": gives(1), "length": gives(37, 0)}) == (1.0, {"right": 1.0, "length": 37.0})
+
+
+def test_a_part_that_gives_a_dict_adds_its_reward_and_its_own_parts_under_its_name() -> None:
+    judge = gives({"reward": 0.5, "clear": 1, "polite": 0}, 2.0)
+    logged = {"right": 1.0, "judge": 0.5, "judge/clear": 1.0, "judge/polite": 0.0}
+    assert both({"right": gives(1), "judge": judge}) == (2.0, logged)
+
+
+def test_a_part_of_the_value_0_applies() -> None:
+    assert both({"right": gives(0.0)}) == (0.0, {"right": 0.0})
+
+
+def test_a_single_reward_that_does_not_apply_is_an_error() -> None:
+    assert "failed on task t1: it returned None, which says that it does not apply" in failure(lambda *_: None)
+
+
+def test_a_task_to_which_no_part_applies_is_an_error_that_names_them() -> None:
+    message = "failed on task t1: none of its parts applies, math, code returned None; add one of [reward.parts]"
+    assert message in failure({"math": gives(None), "code": gives(None)})
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("3", "reward parts.bad failed on task t1: TypeError: reward is the text '3'"),
+        ({"clear": 1}, "reward parts.bad failed on task t1: KeyError"),
+        (float("nan"), "reward parts.bad gave nan for task t1"),
+    ],
+)
+def test_a_part_that_fails_fails_the_sample_and_is_named(result: Any, message: str) -> None:
+    assert message in failure({"good": gives(1), "bad": gives(result, 0)})
+
+
+def test_a_part_that_hangs_is_named_at_the_deadline() -> None:
+    let_go = threading.Event()
+    late = Part(lambda *_: let_go.wait(20))
+    assert "parts.judge took over 0.05 s on task t1" in failure({"right": gives(1), "judge": late}, 0.05)
+    let_go.set()
+
+
+def test_a_part_that_fails_ends_those_that_still_run() -> None:
+    ended = []
+
+    async def slow(_task: Task, _text: str) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+        return 1.0
+
+    async def scored() -> None:
+        with pytest.raises(RewardError, match="parts.bad"):
+            await score({"slow": Part(slow), "bad": gives("no")}, task(), "", 30)
+        await asyncio.sleep(0.05)
+        assert ended, "it ran on"
+
+    asyncio.run(scored())
+
+
+def test_parts_are_asked_at_the_same_time() -> None:
+    meet = threading.Barrier(2, timeout=10)
+    parts = {name: Part(lambda *_: float(meet.wait() >= 0)) for name in ("a", "b")}
+    assert both(parts)[0] == 2
+
+
+def test_without_parts_the_function_is_the_reward_and_exact_by_default() -> None:
+    assert both(load_rewards(RewardSection()), "yes ", "yes") == (1.0, {})
+    section = RewardSection(function="regex", options={"pattern": r"\d+"})
+    assert both(load_rewards(section), "so 4", "4") == (1.0, {})
+
+
+def test_parts_are_loaded_with_their_options_and_weights(user_file: Path) -> None:
+    section = RewardSection.model_validate(
+        {
+            "parts": {
+                "right": {"function": "exact", "options": {"ignore_case": True}},
+                "length": {"function": f"{user_file}:length", "weight": -0.01},
+            }
+        }
+    )
+    total, logged = both(load_rewards(section), "PARIS", "Paris")
+    assert total == pytest.approx(0.95) and logged == {"right": 1.0, "length": 5.0}
+
+
+def test_a_part_that_cannot_be_loaded_says_why() -> None:
+    section = RewardSection.model_validate({"parts": {"right": {"function": "exat"}}})
+    with pytest.raises(RewardError, match="no reward is called 'exat'; did you mean exact?"):
+        load_rewards(section)

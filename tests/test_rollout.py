@@ -70,7 +70,7 @@ def test_a_batch_has_whole_groups_whose_payloads_are_what_the_server_sampled(ben
     batch = made.collect()
     assert [len(outcome.rows) for outcome in batch] == [4, 4, 4]
     for outcome in batch:
-        assert sum(row.advantage for row in outcome.rows) == pytest.approx(0, abs=1e-6)
+        assert [row.reward for row in outcome.rows] == outcome.rewards
         for row in outcome.rows:
             payload = made.store.get(row.key, row.index)
             assert len(payload.response_ids) == len(payload.logprobs) == row.response_tokens

@@ -42,7 +42,7 @@ def make_rows(store: SharedMemoryStore, seed: int = 0) -> list[Row]:
             )
         store.put(f"g{group}", samples)
         rows += [
-            Row(f"g{group}", i, len(prompt), len(s.response_ids), sum(s.loss_mask), draw.gauss(0, 1), 0.0)
+            Row(f"g{group}", i, i, len(prompt), len(s.response_ids), sum(s.loss_mask), draw.gauss(0, 1))
             for i, s in enumerate(samples)
         ]
     return rows
@@ -78,15 +78,23 @@ class Runner:
             rollout={"temperature": 0.8},
         )
         handle = Trainer(config, self.session, folder, store.folder)
-        rows = weigh(make_rows(store), algorithm["reduction"])
-        updates = [plan_json(plan(rows, config.trainer.ranks, config.trainer.tokens_per_micro_batch))] * algorithm[
-            "updates"
+        rows = make_rows(store)
+        share = -(-len(rows) // algorithm["updates"])
+        updates = [
+            plan_json(
+                plan(
+                    weigh(rows[first : first + share], algorithm["reduction"]),
+                    config.trainer.ranks,
+                    config.trainer.tokens_per_micro_batch,
+                )
+            )
+            for first in range(0, len(rows), share)
         ]
 
         async def all_steps() -> list[dict[str, float]]:
             try:
                 await handle.start(state / "model" if state else model, state)
-                metrics = [await handle.train(updates, 10) for _ in range(steps)]
+                metrics = [(await handle.train(updates, 10))["metrics"] for _ in range(steps)]
                 await handle.export(folder / "out", "float32")
                 if save:
                     save.mkdir()
@@ -187,7 +195,7 @@ def test_a_refused_command_says_why_and_the_trainer_lives_on(
             with pytest.raises(TrainerError, match="payload g2, row 0, cannot be read"):
                 await trainer.train([plan_json(plan(rows, 1, 4096))], 10)
             make_rows(store)
-            return await trainer.train([plan_json(plan(rows, 1, 4096))], 10)
+            return (await trainer.train([plan_json(plan(rows, 1, 4096))], 10))["metrics"]
         finally:
             await trainer.stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import shlex
@@ -38,6 +39,11 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the processes; start nothing"
     )
+
+    check = add("check", "one step computed both ways: how far server, trainer and plain transformers differ")
+    check.add_argument("config", type=Path, help="TOML file")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the comparisons there too")
+    check.epilog = OVERRIDES
 
     evaluate = add("eval", "evaluate a model on the configuration's evaluation sets", epilog=OVERRIDES)
     evaluate.add_argument("config", type=Path, help="TOML file")
@@ -94,6 +100,31 @@ async def run_training(config: Config, resume: bool) -> int:
     return 0
 
 
+async def run_check(config: Config, file: Path | None) -> int:
+    """Prints the table; exit code 1 where a comparison is over its bound."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vime.check import as_json, check, for_check
+    from vime.job import open_job
+    from vime.observe.live import LiveView
+
+    config, console = for_check(config), Console()
+    with LiveView("vime check", 1, console) as view:
+        async with open_job(config, view, resume=False) as job:
+            rows, notes = await check(job)
+    table = Table("comparison", "value", "bound", "verdict", title=config.model.path)
+    for row in rows:
+        verdict = "[green]ok[/green]" if row.ok else "[red]over[/red]"
+        table.add_row(row.name, f"{row.value:.2e}", f"{row.bound:.1e}", verdict)
+    console.print(table)
+    for note in notes:
+        print(note)
+    if file:
+        file.write_text(json.dumps(as_json(config, rows, notes), indent=2) + "\n")
+    return 0 if all(row.ok for row in rows) else 1
+
+
 async def run_evaluation(config: Config) -> int:
     import aiohttp
     from rich.console import Console
@@ -143,6 +174,8 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
             overrides += ["--model.path", arguments.model]
         return asyncio.run(run_evaluation(load(arguments.config, overrides)))
     config = load(arguments.config, overrides)
+    if arguments.command == "check":
+        return asyncio.run(run_check(config, arguments.json))
     if arguments.dry_run:
         dry_run(config)
         return 0

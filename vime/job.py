@@ -17,16 +17,17 @@ import aiohttp
 
 from vime import __version__
 from vime.checkpoint import CheckpointError, Checkpoints, read_state
-from vime.config.load import ConfigError, dump
+from vime.config.load import ConfigError, dump, nearest
 from vime.config.sections import Config, DataSet
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal
 from vime.data.sources import distinct, load_tasks, split_held_out
-from vime.inference.server import Fleet
+from vime.functions import FunctionError, user_function
+from vime.inference.server import Fleet, scoring_server
 from vime.observe.live import LiveView
 from vime.observe.metrics import Recorder, rewind
 from vime.observe.report import write_report
-from vime.rewards import load_reward
+from vime.rewards import load_rewards
 from vime.rollout.collect import Collector, Outcome, rollout_metrics
 from vime.rollout.evaluate import evaluate
 from vime.rollout.generate import Context
@@ -60,6 +61,27 @@ def load_data(config: Config) -> tuple[list[Task], dict[str, list[Task]]]:
     return split_held_out(tasks_of(config.data), [t for tasks in held_out.values() for t in tasks]), held_out
 
 
+def check_functions(config: Config) -> None:
+    """Refuses an advantage or objective of the user's that cannot be loaded or called, before anything starts."""
+    named = {"advantage": (config.algorithm.advantage, 1), "objective": (config.algorithm.objective, 2)}
+    for option, (name, arguments) in named.items():
+        if ":" in name:
+            try:
+                user_function(name, arguments)
+            except FunctionError as error:
+                raise ConfigError(f"algorithm.{option}: {error}") from None
+
+
+def check_responses(config: Config, tasks: list[Task]) -> None:
+    """Refuses tasks without the given responses that data.response_keys names."""
+    for key in config.data.response_keys:
+        for task in tasks:
+            if not isinstance(task.metadata.get(key), str):
+                raise ConfigError(
+                    f"data.response_keys: task {task.id} has no text {key!r}{nearest(key, [*task.metadata])}"
+                )
+
+
 def load_tokenizer(config: Config) -> Any:
     """The model folder's tokenizer; ConfigError where it has no chat template."""
     from transformers import AutoTokenizer
@@ -77,7 +99,7 @@ def make_context(config: Config, fleet: Fleet, tokenizer: Any) -> Context:
     return Context(
         servers=fleet.servers,
         tokenizer=tokenizer,
-        reward=load_reward(config.reward.function, **config.reward.options),
+        reward=load_rewards(config.reward),
         sampling={
             "temperature": rollout.temperature,
             "max_tokens": rollout.max_tokens,
@@ -87,7 +109,15 @@ def make_context(config: Config, fleet: Fleet, tokenizer: Any) -> Context:
         reward_timeout_s=config.reward.timeout_s,
         retries=rollout.retries,
         slots=asyncio.Semaphore(rollout.concurrency),
+        response_keys=tuple(config.data.response_keys),
     )
+
+
+async def add_scorers(context: Context, config: Config, session: aiohttp.ClientSession) -> Context:
+    """The context with the servers of the reference and the teacher, where they are given by URL."""
+    urls = {"reference": config.reference.url, "teacher": config.teacher.url}
+    found = {name: await scoring_server(url, session, config) for name, url in urls.items() if url}
+    return dataclasses.replace(context, scorers=found)
 
 
 class Job:
@@ -208,6 +238,8 @@ class Job:
     def record(self, batch: list[Outcome]) -> None:
         """Logs the step that has ended and starts measuring the next. A checkpoint's time counts to the step after it."""
         self.metrics |= rollout_metrics(batch, self.collector.failed_samples, self.metrics["time/rollout"])
+        if self.config.algorithm.mask_stale:
+            self.metrics["rollout/stale_tokens_masked"] = self.collector.stale_tokens
         self.history.append(self.metrics)
         self.recorder.log("step", self.step, self.metrics)
         kept = [row for one in batch for row in one.log_rows]
@@ -285,7 +317,9 @@ async def open_job(config: Config, view: LiveView, resume: bool) -> AsyncIterato
     """Makes all parts, starts servers and trainer side by side, and closes everything whatever happens."""
     job = Job(config, view, time.monotonic())
     checkpoint = prepare_folder(job, resume)
+    check_functions(config)
     train_tasks, job.eval_tasks = load_data(config)
+    check_responses(config, train_tasks)
     tokenizer = load_tokenizer(config)
     job.cursor = PromptCursor(train_tasks, config.run.seed)
     if checkpoint:
@@ -313,7 +347,7 @@ async def open_job(config: Config, view: LiveView, resume: bool) -> AsyncIterato
         await asyncio.gather(
             fleet.start(lambda text: view.phase("starting", text)), job.trainer.start(model, checkpoint)
         )
-        job.context = make_context(config, fleet, tokenizer)
+        job.context = await add_scorers(make_context(config, fleet, tokenizer), config, session)
         job.collector = Collector(config, job.context, job.cursor, job.journal, store)
         job.channel = CHANNELS[config.weights.channel](config, job.trainer, fleet.servers, memory / "weights")
         prompts = [job.context.prompt_ids(task) for task in train_tasks[: config.weights.probe_prompts]]

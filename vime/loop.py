@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from vime.config.sections import Config
 from vime.job import Job
-from vime.rollout.collect import Outcome
-from vime.training.plan import PlanJson, plan, plan_json, weigh
+from vime.rollout.collect import Outcome, note_advantages
+from vime.training.plan import PlanJson, pairs, plan, plan_json, weigh
 
 
 async def train(job: Job) -> None:
@@ -28,7 +28,9 @@ async def train(job: Job) -> None:
 
             with job.clock("train"):
                 if updates := plan_updates(batch, config):  # else: every group was filtered, nothing to learn
-                    job.metrics |= await job.trainer.train(updates, job.optimizer_steps)
+                    answer = await job.trainer.train(updates, job.optimizer_steps)
+                    job.metrics |= answer["metrics"]
+                    note_advantages(batch, answer["advantages"])
 
             job.step += 1
             job.collector.trained(batch, job.step)
@@ -43,19 +45,17 @@ async def train(job: Job) -> None:
 
 def plan_updates(batch: list[Outcome], config: Config) -> list[PlanJson]:
     """The batch as optimizer steps: groups split evenly between them, rows weighted over each whole update, then planned."""
-    kept = [outcome for outcome in batch if outcome.filtered is None]
-    share = -(-len(kept) // config.algorithm.updates) or 1
-    parts = [kept[i : i + share] for i in range(0, len(kept), share)]
-    return [
-        plan_json(
-            plan(
-                weigh([row for outcome in part for row in outcome.rows], config.algorithm.reduction),
-                config.trainer.ranks,
-                config.trainer.tokens_per_micro_batch,
-            )
-        )
-        for part in parts
-    ]
+    algorithm, trainer = config.algorithm, config.trainer
+    compares = algorithm.objective == "dpo"
+    groups = [pairs(outcome.rows) if compares else outcome.rows for outcome in batch if outcome.filtered is None]
+    groups = [rows for rows in groups if rows]
+    share = -(-len(groups) // algorithm.updates) or 1
+    updates = []
+    for first in range(0, len(groups), share):
+        rows = [row for group in groups[first : first + share] for row in group]
+        weighed = weigh(rows, algorithm.reduction, algorithm.fixed_length or config.rollout.max_tokens)
+        updates.append(plan_json(plan(weighed, trainer.ranks, trainer.tokens_per_micro_batch, compares)))
+    return updates
 
 
 async def sync(job: Job) -> None:

@@ -41,8 +41,10 @@ class Sample:
     """One response to one prompt.
 
     ``prompt_ids`` and ``response_ids`` are token ids; ``logprobs`` (behaviour log-probabilities, natural log, under the
-    sampling temperature) and ``loss_mask`` (1: trained) have one entry per response token; ``versions`` are spans over
-    response tokens. ``finish_reason`` is "stop", "length" or "abort".
+    sampling temperature; NaN where no server sampled the response) and ``loss_mask`` (1: trained) have one entry per
+    response token, and so have ``reference`` and ``teacher``, the log-probabilities of other models, where a server was
+    asked for them; ``versions`` are spans over response tokens. ``finish_reason`` is "stop", "length" or "abort".
+    ``rollout`` numbers the generate call within the group: samples of one call share it.
     """
 
     prompt_ids: list[int]
@@ -54,6 +56,9 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    rollout: int = 0
+    reference: list[float] | None = None
+    teacher: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.loss_mask = self.loss_mask or [1] * len(self.response_ids)
@@ -69,6 +74,14 @@ class Sample:
     @property
     def oldest_version(self) -> int:
         return min(span.version for span in self.versions)
+
+    def mask_stale(self, version: int) -> int:
+        """Takes response tokens of weights older than ``version`` out of the loss; returns how many of them were in it."""
+        before = sum(self.loss_mask)
+        for span in self.versions:
+            if span.version < version:
+                self.loss_mask[span.start : span.end] = [0] * (span.end - span.start)
+        return before - sum(self.loss_mask)
 
 
 @dataclass

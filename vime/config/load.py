@@ -15,6 +15,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from vime.config.algorithms import impossible_algorithms
+from vime.config.rewards import impossible_rewards
 from vime.config.sections import Config
 
 
@@ -118,12 +120,8 @@ def explain(error: ValidationError) -> str:
 
 def impossible(config: Config) -> list[str]:
     """Combinations that cannot work, each with its fix."""
-    rollout, algorithm, faults = config.rollout, config.algorithm, []
-    if rollout.samples_per_group < 2:
-        faults.append(
-            f"rollout.samples_per_group = {rollout.samples_per_group} with algorithm.advantage = "
-            f"{algorithm.advantage!r}: a group of one has no advantage; set rollout.samples_per_group >= 2"
-        )
+    rollout, algorithm, faults = config.rollout, config.algorithm, impossible_algorithms(config)
+    faults += impossible_rewards(config)
     if rollout.top_p != 1.0 or rollout.top_k != -1:
         faults.append(
             f"rollout.top_p = {rollout.top_p}, rollout.top_k = {rollout.top_k}: the server would renormalise over the "
@@ -179,7 +177,10 @@ def dump(config: Config) -> str:
     """The resolved configuration as TOML, every option written out."""
     import tomli_w
 
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    tree = config.model_dump(exclude_none=True)
+    if config.reward.parts:  # they stand instead of these
+        del tree["reward"]["function"], tree["reward"]["options"]
+    return tomli_w.dumps(tree)
 
 
 def help_text() -> str:

@@ -61,6 +61,8 @@ class DataSet(Section):
     """system message put before prompts that have none"""
     template: str | None = None
     """format string around a text prompt, e.g. `"{prompt} Reply with a number."`"""
+    response_keys: list[str] = []
+    """columns with given responses, the best first: one for sft, chosen and rejected for dpo; then none are sampled"""
 
 
 class EvalSet(DataSet):
@@ -104,8 +106,13 @@ class Rollout(Section):
     """further tokens that end a response, beside the model's own"""
     max_staleness: NonNegative = 0
     """versions a trained token may be behind; 0 is the synchronous loop"""
-    filter: Literal["none", "zero_variance"] = "none"
-    """zero_variance: a group whose rewards are all equal is dropped, counted, and replaced by another prompt"""
+    filter: Literal["none", "zero_variance", "accuracy_band"] = "none"
+    """groups that are dropped, counted, and replaced by other prompts; zero_variance: all rewards are equal; accuracy_band:
+    the share of responses that pass is outside accuracy_low and accuracy_high"""
+    accuracy_low: Fraction = 0.01
+    """accuracy_band: a group is kept when at least this share of its responses passes (eval.pass_reward, before shaping)"""
+    accuracy_high: Fraction = 0.99
+    """accuracy_band: and at most this share"""
     max_refills: NonNegative = 4
     """batches' worth of extra prompts a step may take to replace filtered groups before it trains on fewer"""
     concurrency: Positive = 256
@@ -116,34 +123,151 @@ class Rollout(Section):
     """how often a sample that failed (server error, missing log-probabilities) is asked for again"""
 
 
+class RewardPart(Section):
+    """One of several rewards."""
+
+    function: str
+    """as reward.function; a task to which it does not apply gets None from it"""
+    options: dict[str, Any] = {}
+    """options of the built-in"""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """factor in the sum; 0: the part is only logged"""
+
+
 class RewardSection(Section):
     """What a response is worth."""
 
+    @property
+    def shaped(self) -> bool:
+        """Whether training rewards are shaped by length."""
+        return self.overlong_buffer > 0 or self.length_penalty > 0
+
     function: str = "exact"
-    """a built-in name, `package.module:function` or `file.py:function`; called as f(task, response_text)"""
+    """a built-in name, `package.module:function` or `file.py:function`; called as f(task, response_text). Several rewards are
+    `[reward.parts.NAME]` instead"""
     options: dict[str, Any] = {}
     """options of the built-in"""
     timeout_s: Annotated[float, Field(gt=0)] = 30
     """deadline of one call"""
+    overlong_buffer: NonNegative = 0
+    """in training, the reward falls linearly over the last so many tokens before rollout.max_tokens; 0: not"""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """how far it falls"""
+    length_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """in training, weight of a term from 0.5 for the shortest response of a group to -0.5 for its longest; 0: none"""
+    parts: dict[str, RewardPart] = {}
+    """instead of function: several rewards, whose weighted sum is the reward: `[reward.parts.NAME]`"""
+
+
+class Correction(Section):
+    """Bounds of one off-policy correction; the defaults are its own (docs/algorithms.md)."""
+
+    low: Annotated[float, Field(ge=0)] | None = None
+    """lower bound of the importance ratio"""
+    high: Annotated[float, Field(gt=0)] | None = None
+    """upper bound of the importance ratio; of opsm: of the mean log-probability drift"""
+
+
+CorrectionName = Literal["tis", "tis_sequence", "mis", "icepop", "mask_geometric", "mask_worst", "opsm"]
 
 
 class Algorithm(Section):
-    """GRPO and its pieces."""
+    """How rewards become a loss. Every name with its formula and source: docs/algorithms.md."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (r - mean)/(std + 1e-6) of the group; dr_grpo: r - mean; rloo: r - mean of the others"""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, maxrl, grpo_batch_std, batch_norm, reinforce_pp, reinforce_pp_baseline, gae (needs [critic]),
+    reverse_kl (needs [teacher]), pair (for dpo), constant, or your own `module:function`"""
+    objective: str = "ppo"
+    """ppo, gspo, cispo, sapo, policy_gradient, dppo_tv, dppo_kl, clip_cov, kl_cov, sft, dpo, or your own `module:function`"""
+    reduction: Literal["token", "sequence", "rollout", "group", "fixed"] = "token"
+    """mean over the update's trained tokens; or over its sequences, rollouts or groups of their token means; fixed: token sum
+    over sequences times fixed_length"""
+    fixed_length: Positive | None = None
+    """tokens that reduction = "fixed" divides each sequence by; default: rollout.max_tokens"""
+    updates: Positive = 1
+    """optimizer steps a batch; groups are split evenly between them"""
+    old_logprobs: Literal["proximal", "behaviour"] = "proximal"
+    """denominator of the ratio: the trainer's own before the step, or the server's"""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """the ratio is clipped below 1 - clip_low"""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     """the ratio is clipped above 1 + clip_high"""
-    old_logprobs: Literal["proximal", "behaviour"] = "proximal"
-    """denominator of the ratio: the trainer's own before the step, or the server's"""
-    reduction: Literal["token", "sequence"] = "token"
-    """token: mean over all trained tokens of the batch; sequence: mean over sequences of their token means"""
-    updates: Positive = 1
-    """optimizer steps a batch; groups are split evenly between them"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus"""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """ppo, gspo: the surrogate of a negative advantage A is at least dual_clip * A; often 3"""
+    sapo_tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """sapo: steepness of the gate for positive advantages"""
+    sapo_tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """sapo: the same for the others"""
+    dppo_delta: Annotated[float, Field(gt=0)] = 0.2
+    """dppo_tv, dppo_kl: largest divergence of a token before it is masked; for dppo_kl rather 0.05"""
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    """clip_cov, kl_cov: fraction of the update's tokens that are chosen"""
+    cov_low: float = 1.0
+    """clip_cov: tokens are chosen among those whose covariance is at least this"""
+    cov_high: float = 5.0
+    """clip_cov: and at most this"""
+    cov_coef: Annotated[float, Field(ge=0)] = 1.0
+    """kl_cov: weight of the penalty on the chosen tokens"""
+    dpo_beta: Annotated[float, Field(gt=0)] = 0.1
+    """dpo: how strongly the reference holds"""
+    gamma: Fraction = 1.0
+    """gae, reinforce_pp: discount a token"""
+    gae_lambda: Fraction = 1.0
+    """gae: lambda"""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """weight of KL(policy || reference); over 0 a reference is loaded, see [reference]"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term of each token's loss; reward: subtracted from the reward before advantages are formed"""
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance", "unbiased"] = "k3"
+    """unbiased: k3 weighted by the ratio, in the loss only; in the reward k1 is usual"""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """weight of the entropy bonus; with entropy_target its start"""
+    entropy_target: Annotated[float, Field(ge=0)] | None = None
+    """adaptive bonus: the weight rises by entropy_delta after each step whose entropy is at most this and falls after others;
+    it acts only after steps at or under the target"""
+    entropy_delta: Annotated[float, Field(gt=0)] = 1e-4
+    """step of the adaptive weight"""
+    entropy_coef_max: Annotated[float, Field(gt=0)] = 1e-2
+    """the adaptive weight stays within 0 and this"""
+    mask_stale: bool = False
+    """response tokens of older weights than the step's, in responses that span an update, are not trained"""
+    max_mismatch_kl: Annotated[float, Field(gt=0)] | None = None
+    """stop the run, before the weights change, when the k3 KL between server and trainer is over this"""
+    corrections: dict[CorrectionName, Correction] = {}
+    """off-policy corrections between server and trainer, multiplied: `[algorithm.corrections.NAME]` with low and high"""
+
+
+class Reference(Section):
+    """The frozen model of the KL term and of dpo."""
+
+    path: str | None = None
+    """Hugging Face folder, loaded by the trainer; default: model.path"""
+    url: str | None = None
+    """a vLLM server with this model, which scores the responses instead"""
+    refresh_every: NonNegative = 0
+    """steps after which the policy becomes the reference; 0: never"""
+
+
+class Teacher(Section):
+    """The model that is distilled; same vocabulary as the policy."""
+
+    path: str | None = None
+    """Hugging Face folder, loaded by the trainer"""
+    url: str | None = None
+    """a vLLM server with this model"""
+
+
+class Critic(Section):
+    """The value model of advantage = "gae": the policy's architecture with a scalar head."""
+
+    path: str | None = None
+    """Hugging Face folder it starts from, its head from zero; default: model.path"""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """peak learning rate; schedule and warm-up are [trainer]'s"""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """values may move this far from those before the step without the loss being clipped"""
+    warmup_steps: NonNegative = 0
+    """first steps in which only the critic learns"""
 
 
 class Trainer(Section):
@@ -238,12 +362,19 @@ class Log(Section):
 class Config(Section):
     """All sections."""
 
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_coef > 0 or self.algorithm.objective == "dpo"
+
     run: Run = Run()
     model: Model
     data: DataSet
     rollout: Rollout = Rollout()
     reward: RewardSection = RewardSection()
     algorithm: Algorithm = Algorithm()
+    reference: Reference = Reference()
+    teacher: Teacher = Teacher()
+    critic: Critic = Critic()
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     vllm: dict[str, Flag] = {}

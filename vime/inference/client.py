@@ -15,6 +15,7 @@ import aiohttp
 from vime.sample import VersionSpan
 
 GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
 NEEDED = (GENERATE, "/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 FIX = {
     GENERATE: "start the server with --enable-scale-out",
@@ -69,6 +70,18 @@ def parse_completion(body: Any, assumed_version: int) -> Completion:
     return Completion(ids, logprobs, spans, finish)
 
 
+def parse_scores(body: Any, token_ids: list[int]) -> list[float]:
+    """Log-probabilities of the last tokens of a prompt, or InferenceError where they are not all there."""
+    try:
+        entries = body["choices"][0]["prompt_logprobs"][-len(token_ids) :]
+        scores = [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids, strict=True)]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InferenceError(f"these are no prompt log-probabilities, {error!r}: {str(body)[:200]}") from None
+    if not all(-9000.0 < value <= 0.0 for value in scores):
+        raise InferenceError(f"a log-probability is not a finite number <= 0: {min(scores)} to {max(scores)}")
+    return scores
+
+
 def _version(text: str) -> int:
     return int(text) if text.isdigit() else 0  # "default": the weights the server started with
 
@@ -82,7 +95,7 @@ class Server:
         self.url, self.session, self.model = url.rstrip("/"), session, model
         self.requests_url = self.url
         self.timeout_s = control_timeout_s
-        self.needed = NEEDED
+        self.needed: tuple[str, ...] = NEEDED
         self.paths: frozenset[str] = frozenset()
 
     async def _call(self, method: str, url: str, timeout_s: float, body: Any = None, headers: Any = None) -> Any:
@@ -143,6 +156,18 @@ class Server:
         headers = {"X-Session-ID": session_id} if session_id else None
         url = self.url if direct else self.requests_url
         return parse_completion(await self._call("POST", url + GENERATE, timeout_s, body, headers), version)
+
+    async def score(self, prompt_ids: list[int], response_ids: list[int], timeout_s: float) -> list[float]:
+        """Log-probability of each response token under the server's model, at temperature 1."""
+        body = {
+            "model": self.model,
+            "prompt": prompt_ids + response_ids,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "temperature": 1.0,
+        }
+        answer = await self._call("POST", self.requests_url + COMPLETIONS, timeout_s, body)
+        return parse_scores(answer, response_ids)
 
     async def pause(self) -> None:
         """Stops scheduling; running requests wait and will recompute their cache under the next weights."""

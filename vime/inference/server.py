@@ -15,7 +15,7 @@ import aiohttp
 from vime.cluster.local import Process, ProcessError, free_port, python_path, useful_lines
 from vime.config.load import ConfigError
 from vime.config.sections import Config, Flag
-from vime.inference.client import Server
+from vime.inference.client import COMPLETIONS, Server
 from vime.inference.flags import check_flags, command_line, installed_version, known_flags
 
 VLLM = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
@@ -198,3 +198,12 @@ class Fleet:
 
     async def stop(self) -> None:
         await asyncio.gather(*(process.stop() for process in self.processes))
+
+
+async def scoring_server(url: str, session: aiohttp.ClientSession, config: Config) -> Server:
+    """A server that runs already and only scores responses; raises InferenceError where it cannot."""
+    server = Server(url, session, config.inference.control_timeout_s)
+    server.needed = (COMPLETIONS,)
+    await server.learn_paths()
+    server.model = await server.model_name()
+    return server

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
-import pkgutil
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 from vime.config.load import nearest
+from vime.config.sections import RewardSection
+from vime.functions import FunctionError, user_function
 from vime.rewards.builtin import BUILTIN
 from vime.sample import Task
 
 Reward = Callable[[Task, str], Any]
-"""``(task, response text) -> float``, or a dict with "reward" and further named parts; may be async."""
+"""``(task, response text) -> float``, or a dict with "reward" and further named parts, or None where it does not apply to
+the task; may be async."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several rewards, and its weight in their sum."""
+
+    reward: Reward
+    weight: float = 1.0
 
 
 class RewardError(Exception):
     """A reward cannot be loaded, or failed on one response; the message names it, the task and the cause."""
+
+
+def load_rewards(section: RewardSection) -> Reward | dict[str, Part]:
+    """The configured reward, or its parts by name; RewardError as ``load_reward``."""
+    if not section.parts:
+        return load_reward(section.function, **section.options)
+    return {name: Part(load_reward(part.function, **part.options), part.weight) for name, part in section.parts.items()}
 
 
 def load_reward(name: str, **options: Any) -> Reward:
@@ -46,76 +59,78 @@ def load_reward(name: str, **options: Any) -> Reward:
     elif ":" in name:
         if options:
             raise RewardError(f"reward.options are for built-ins; {name} takes (task, response) only")
-        reward = user_function(name)
+        try:
+            reward = user_function(name, 2)
+        except FunctionError as error:
+            raise RewardError(f"{error}; a reward is f(task, response)") from None
     else:
         raise RewardError(f"no reward is called {name!r}{nearest(name, list(BUILTIN))}; your own is module:function")
     return reward
 
 
-def user_function(path: str) -> Reward:
-    place, _, attribute = path.rpartition(":")
-    module = load_module(place, path)
-    found = getattr(module, attribute, None)
+async def score(
+    reward: Reward | dict[str, Part], task: Task, text: str, deadline_s: float
+) -> tuple[float, dict[str, float]]:
+    """The reward of a response and its named parts; each function has ``deadline_s`` seconds.
+
+    RewardError as in ``asked``, and where no reward applies to the task.
+    """
+    if isinstance(reward, dict):
+        return await weighted_sum(reward, task, text, deadline_s)
+    name = getattr(reward, "__qualname__", type(reward).__qualname__)
+    found = await asked(name, reward, task, text, deadline_s)
     if found is None:
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise RewardError(f"{path}: {place} has no {attribute!r}{nearest(attribute, names) if names else ''}")
-    if not callable(found):
-        raise RewardError(f"{path} is a {type(found).__name__}, not a function of (task, response)")
+        raise RewardError(
+            f"reward {name} failed on task {task.id}: it returned None, which says that it does not apply; return a "
+            "number, or have several [reward.parts], of which one applies"
+        )
+    return found.pop("reward"), found
+
+
+async def weighted_sum(
+    rewards: dict[str, Part], task: Task, text: str, deadline_s: float
+) -> tuple[float, dict[str, float]]:
+    """Sum of weight times reward over the parts that apply, not divided by their weights; and each part without its weight.
+
+    All are asked at once; the first that fails fails the sample.
+    """
+    calls = [
+        asyncio.ensure_future(asked(f"parts.{name}", part.reward, task, text, deadline_s))
+        for name, part in rewards.items()
+    ]
     try:
-        signature = inspect.signature(found)
-    except ValueError:  # some of C's have none
-        return found
-    try:
-        signature.bind(None, "")
-    except TypeError:
-        raise RewardError(f"{path}{signature} cannot be called as f(task, response)") from None
-    return found
+        results = await asyncio.gather(*calls)
+    finally:
+        for call in calls:
+            call.cancel()
+    found = {name: values for name, values in zip(rewards, results, strict=True) if values is not None}
+    if not found:
+        raise RewardError(
+            f"reward failed on task {task.id}: none of its parts applies, {', '.join(rewards)} returned None; add one of "
+            "[reward.parts] that does"
+        )
+    parts = {
+        name if own == "reward" else f"{name}/{own}": value
+        for name, values in found.items()
+        for own, value in values.items()
+    }
+    return sum(rewards[name].weight * values["reward"] for name, values in found.items()), parts
 
 
-def load_module(place: str, path: str) -> ModuleType:
-    try:
-        if not place.endswith(".py"):
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            return importlib.import_module(place)
-        if not Path(place).exists():
-            files = [str(file) for file in Path(place).parent.glob("*.py")]
-            raise RewardError(f"{path}: the file {place} does not exist{nearest(place, files) if files else ''}")
-        spec = importlib.util.spec_from_file_location(f"reward file {place}", place)  # the name of no other module
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:
-        hint = module_hint(place) if isinstance(error, ModuleNotFoundError) and error.name == place else ""
-        raise RewardError(f"{path}: {place} cannot be imported: {type(error).__name__}: {error}{hint}") from None
-
-
-def module_hint(place: str) -> str:
-    """``"; did you mean X?"`` for the closest module beside a missing one, "" where none is close."""
-    parent, _, name = place.rpartition(".")
-    folders = sys.modules[parent].__path__ if parent else None
-    hint = nearest(name, [module.name for module in pkgutil.iter_modules(folders)])
-    return hint if "did you mean" in hint else ""
-
-
-async def score(reward: Reward, task: Task, text: str, deadline_s: float) -> tuple[float, dict[str, float]]:
-    """The reward of a response and its named parts, within ``deadline_s`` seconds.
+async def asked(name: str, reward: Reward, task: Task, text: str, deadline_s: float) -> dict[str, float] | None:
+    """What one function gives, as named numbers with "reward" among them; None where it does not apply.
 
     A plain function runs in a thread of its own, a coroutine on the event loop. RewardError, with the reward, the task
     and the cause, where it raises, is late, or returns anything but finite numbers.
     """
-    name = getattr(reward, "__qualname__", type(reward).__qualname__)
     call = asyncio.ensure_future(called(reward, task, text))
     try:
         # Not wait_for: that waits for a coroutine which will not be cancelled, and takes its TimeoutError for ours.
         await asyncio.wait({call}, timeout=deadline_s)
         if not call.done():
             raise RewardError(f"reward {name} took over {deadline_s:g} s on task {task.id} (reward.timeout_s)")
-        parts = numbers_of(call.result())
+        result = call.result()
+        parts = None if result is None else numbers_of(result)
     except RewardError:
         raise
     except asyncio.CancelledError:
@@ -126,11 +141,11 @@ async def score(reward: Reward, task: Task, text: str, deadline_s: float) -> tup
         raise RewardError(f"reward {name} failed on task {task.id}: {type(error).__name__}: {error}") from None
     finally:
         call.cancel()
-    for part, value in parts.items():
+    for part, value in (parts or {}).items():
         if not math.isfinite(value):
             what = "" if part == "reward" else f"{part} = "
             raise RewardError(f"reward {name} gave {what}{value} for task {task.id}; rewards are finite numbers")
-    return parts.pop("reward"), parts
+    return parts
 
 
 def numbers_of(result: Any) -> dict[str, float]:

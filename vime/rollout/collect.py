@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
@@ -18,10 +18,12 @@ from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal
 from vime.inference.client import InferenceError
 from vime.rewards import RewardError
-from vime.rollout.generate import Context, single_turn
+from vime.rewards.shaping import shape
+from vime.rollout.filters import FILTERS
+from vime.rollout.generate import Context, ask_others, given, single_turn
 from vime.sample import Group, Sample, Task
 from vime.store.shared_memory import SharedMemoryStore
-from vime.training.advantages import ESTIMATORS
+from vime.training.advantages import COMPARING
 from vime.training.plan import Row
 
 
@@ -44,8 +46,8 @@ class Outcome:
     log_rows: list[dict[str, Any]]
 
 
-def log_row(split: str, group_id: int, task: Task, sample: Sample, advantage: float | None) -> dict[str, Any]:
-    """One line of samples.jsonl."""
+def log_row(split: str, group_id: int, task: Task, sample: Sample) -> dict[str, Any]:
+    """One line of samples.jsonl; the trainer's advantage comes to it after the step (``note_advantages``)."""
     return {
         "split": split,
         "group": group_id,
@@ -54,7 +56,7 @@ def log_row(split: str, group_id: int, task: Task, sample: Sample, advantage: fl
         "response": sample.text,
         "answer": task.answer,
         "reward": sample.reward,
-        "advantage": advantage,
+        "advantage": None,
         "tokens": len(sample.response_ids),
         "finish": sample.finish_reason,
         "version": sample.versions[-1].version,
@@ -62,18 +64,11 @@ def log_row(split: str, group_id: int, task: Task, sample: Sample, advantage: fl
     }
 
 
-FAILED = "failed"  # fewer than two samples of the group could be made
+FAILED = "failed"  # fewer samples of the group could be made than the advantage needs
 
 
 def store_key(group_id: int) -> str:
     return f"g{group_id}"
-
-
-def zero_variance(group: Group) -> bool:
-    return max(group.rewards) == min(group.rewards)
-
-
-FILTERS: dict[str, Callable[[Group], bool]] = {"none": lambda group: False, "zero_variance": zero_variance}
 
 
 class Collector:
@@ -94,9 +89,10 @@ class Collector:
             journal,
             store,
         )
-        self.estimator = ESTIMATORS[config.algorithm.advantage]
-        self.filter = FILTERS[config.rollout.filter]
-        self.failed_samples = 0
+        self.least_samples = 2 if config.algorithm.advantage in COMPARING else 1
+        self.mask_stale = config.algorithm.mask_stale
+        self.config, self.filter = config, FILTERS[config.rollout.filter]
+        self.failed_samples = self.stale_tokens = 0
         self.last_error = ""
 
     async def collect(self, version: int, progress: Callable[[int, int], None] = lambda *_: None) -> list[Outcome]:
@@ -105,7 +101,7 @@ class Collector:
         Groups that are filtered are replaced at once by further prompts. Raises RolloutError when no group could be made
         because sampling or scoring failed; prompts without an end return to the buffer on any error.
         """
-        self.failed_samples = 0
+        self.failed_samples = self.stale_tokens = 0
         outcomes: list[Outcome] = []
         running: dict[asyncio.Task[Outcome], int] = {}
         wanted = self.section.groups
@@ -144,11 +140,13 @@ class Collector:
 
     async def _group(self, group_id: int, task: Task, version: int) -> Outcome:
         context = replace(self.context, version=version, session_id=f"g{group_id}")
-        outcomes = await asyncio.gather(
-            *(single_turn(context, task) for _ in range(self.section.samples_per_group)), return_exceptions=True
-        )
-        samples = []
-        for outcome in outcomes:
+        if context.response_keys:
+            calls = [given(context, task, rank) for rank in range(len(context.response_keys))]
+        else:
+            calls = [single_turn(context, task) for _ in range(self.section.samples_per_group)]
+        outcomes = await asyncio.gather(*(self._sample(context, call) for call in calls), return_exceptions=True)
+        samples: list[Sample] = []
+        for rollout, outcome in enumerate(outcomes):
             if isinstance(outcome, (InferenceError, RewardError)):
                 self.failed_samples += 1
                 self.last_error = str(outcome)
@@ -156,23 +154,33 @@ class Collector:
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                samples.append(outcome)
+                samples += [replace(one, rollout=rollout) for one in outcome]
         return self._outcome(Group(group_id, task, samples), version)
 
+    async def _sample(self, context: Context, call: Awaitable[Sample | list[Sample]]) -> list[Sample]:
+        """The samples of one generate call, with what other models' servers make of them."""
+        made = await call
+        samples = made if isinstance(made, list) else [made]
+        await ask_others(context, samples)
+        return samples
+
     def _outcome(self, group: Group, version: int) -> Outcome:
+        shape(group, self.config)
         samples = group.samples
-        reason = FAILED if len(samples) < 2 else self.section.filter if self.filter(group) else None
-        advantages = [0.0] * len(samples) if reason else self.estimator(group.rewards)
+        too_few = len({sample.rollout for sample in samples}) < self.least_samples
+        reason = FAILED if too_few else self.section.filter if self.filter(group, self.config) else None
         rows = []
         if reason:
             self.cursor.finish(group.id)
             self.journal.write("filtered", group.id, reason=reason)
         else:
             key = store_key(group.id)
+            if self.mask_stale:
+                self.stale_tokens += sum(sample.mask_stale(version) for sample in samples)
             self.store.put(key, samples)
             rows = [
-                Row(key, i, len(s.prompt_ids), len(s.response_ids), sum(s.loss_mask), advantage, 0.0)
-                for i, (s, advantage) in enumerate(zip(samples, advantages, strict=True))
+                Row(key, i, s.rollout, len(s.prompt_ids), len(s.response_ids), sum(s.loss_mask), s.reward or 0.0)
+                for i, s in enumerate(samples)
             ]
         return Outcome(
             group.id,
@@ -183,7 +191,7 @@ class Collector:
             [len(sample.response_ids) for sample in samples],
             [sample.finish_reason for sample in samples],
             [version - sample.oldest_version for sample in samples],
-            [log_row("train", group.id, group.task, s, a) for s, a in zip(samples, advantages, strict=True)],
+            [log_row("train", group.id, group.task, sample) for sample in samples],
         )
 
     def trained(self, batch: list[Outcome], step: int) -> None:
@@ -195,6 +203,13 @@ class Collector:
         self.store.drop([store_key(group_id) for group_id in kept])
 
 
+def note_advantages(batch: list[Outcome], advantages: Sequence[tuple[str, int, float]]) -> None:
+    """Writes the trainer's advantages, as [group, index, value], to the batch's log rows."""
+    log_rows = {store_key(outcome.group_id): outcome.log_rows for outcome in batch}
+    for key, index, value in advantages:
+        log_rows[key][index]["advantage"] = value
+
+
 def rollout_metrics(batch: list[Outcome], failed_samples: int, seconds: float) -> dict[str, float]:
     """What the batch was like, filtered groups included; lengths in tokens."""
     whole = [outcome for outcome in batch if outcome.rewards]
@@ -203,10 +218,14 @@ def rollout_metrics(batch: list[Outcome], failed_samples: int, seconds: float) -
     finishes = [reason for outcome in whole for reason in outcome.finish_reasons]
     staleness = [behind for outcome in whole for behind in outcome.staleness]
     filtered = Counter(outcome.filtered for outcome in batch if outcome.filtered)
+    parts: dict[str, list[float]] = {}
+    for name, value in (item for o in whole for row in o.log_rows for item in row.get("reward_parts", {}).items()):
+        parts.setdefault(name, []).append(value)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/zero_variance_fraction": fmean(max(o.rewards) == min(o.rewards) for o in whole),
+        **{f"reward/{name}_mean": fmean(values) for name, values in parts.items()},
         "rollout/groups": len(batch),
         "rollout/samples": len(rewards),
         "rollout/response_tokens": sum(lengths),

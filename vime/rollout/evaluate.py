@@ -43,7 +43,7 @@ async def evaluate_set(
         for outcome in group:
             if isinstance(outcome, Sample):
                 samples.append(outcome)
-                rows.append(log_row("eval", index, task, outcome, None) | {"set": name})
+                rows.append(log_row("eval", index, task, outcome) | {"set": name})
                 passed.append((outcome.reward or 0.0) >= config.eval.pass_reward)
             elif isinstance(outcome, (InferenceError, RewardError)):
                 failures.append(outcome)

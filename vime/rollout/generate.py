@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vime.inference.client import InferenceError, RequestRefused, Server
-from vime.rewards import Reward, score
-from vime.sample import Sample, Task
+from vime.rewards import Part, Reward, score
+from vime.sample import Sample, Task, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,12 @@ class Context:
     """What a generate function has at hand: servers, tokenizer, reward, sampling, deadlines, the version served.
 
     ``slots`` bounds the requests in flight. ``session_id`` keeps a group on one server, whose cache holds its prompt.
+    ``scorers`` are the servers of "reference" and "teacher", where there are any.
     """
 
     servers: list[Server]
     tokenizer: Any
-    reward: Reward
+    reward: Reward | dict[str, Part]
     sampling: dict[str, Any]
     request_timeout_s: float
     reward_timeout_s: float
@@ -29,6 +32,8 @@ class Context:
     version: int = 0
     session_id: str = ""
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    response_keys: tuple[str, ...] = ()
+    scorers: dict[str, Server] = field(default_factory=dict)
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Token ids of the task's messages under the tokenizer's own chat template, ready for the reply."""
@@ -64,3 +69,31 @@ async def single_turn(context: Context, task: Task) -> Sample:
     )
     sample.reward, sample.reward_parts = await score(context.reward, task, text, context.reward_timeout_s)
     return sample
+
+
+async def given(context: Context, task: Task, rank: int) -> Sample:
+    """The response in the task's own column number ``rank``, as if it had been sampled; the first is worth 1, others 0."""
+    text = task.metadata[context.response_keys[rank]]
+    ids = [*context.tokenizer.encode(text, add_special_tokens=False), context.tokenizer.eos_token_id]
+    span = VersionSpan(context.version, 0, len(ids))
+    return Sample(
+        context.prompt_ids(task),
+        ids,
+        [math.nan] * len(ids),
+        (span,),
+        "stop",
+        text,
+        reward=float(rank == 0),
+        rollout=rank,
+    )
+
+
+async def ask_others(context: Context, samples: Sequence[Sample]) -> None:
+    """Reference's and teacher's log-probabilities of the samples, from their servers, where there are any."""
+
+    async def ask(sample: Sample, name: str, server: Server) -> None:
+        async with context.slots:
+            scores = await server.score(sample.prompt_ids, sample.response_ids, context.request_timeout_s)
+        setattr(sample, name, scores)
+
+    await asyncio.gather(*(ask(one, name, server) for name, server in context.scorers.items() for one in samples))

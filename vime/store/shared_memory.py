@@ -25,15 +25,27 @@ class StoreError(Exception):
 
 @dataclass(frozen=True)
 class Payload:
-    """Arrays of one sample: ids int32 [prompt] and [response], log-probabilities float32 and mask uint8 [response]."""
+    """Arrays of one sample: ids int32 [prompt] and [response], log-probabilities float32 and mask uint8 [response].
+
+    ``reference`` and ``teacher`` are None unless a server scored the response with these models.
+    """
 
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     logprobs: np.ndarray
     loss_mask: np.ndarray
+    reference: np.ndarray | None = None
+    teacher: np.ndarray | None = None
 
 
-FIELDS = {"prompt_ids": np.int32, "response_ids": np.int32, "logprobs": np.float32, "loss_mask": np.uint8}
+FIELDS = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "loss_mask": np.uint8,
+    "reference": np.float32,
+    "teacher": np.float32,
+}
 
 
 class SharedMemoryStore:
@@ -52,6 +64,7 @@ class SharedMemoryStore:
             f"{row}.{field}": np.asarray(getattr(sample, field), dtype=dtype)
             for row, sample in enumerate(samples)
             for field, dtype in FIELDS.items()
+            if getattr(sample, field) is not None
         }
         draft = self._path(key).with_suffix(".tmp")
         try:
@@ -64,7 +77,10 @@ class SharedMemoryStore:
         """One row of a group; only its bytes are read."""
         try:
             with safe_open(self._path(key), framework="np") as opened:
-                return Payload(**{field: opened.get_tensor(f"{row}.{field}") for field in FIELDS})
+                held = set(opened.keys())
+                return Payload(
+                    **{name: opened.get_tensor(f"{row}.{name}") for name in FIELDS if f"{row}.{name}" in held}
+                )
         except Exception as error:
             raise StoreError(f"payload {key}, row {row}, cannot be read from {self.folder}: {error}") from None
 

@@ -1,7 +1,7 @@
 """The driver's handle on the trainer: starts its ranks, sends commands to rank 0.
 
-This is the engine protocol: another engine is another class with ``start``, ``train``, ``logprobs``, ``export``, ``save``
-and ``stop``.
+This is the engine protocol: another engine is another class with ``start``, ``train``, ``compare``, ``logprobs``, ``export``,
+``save`` and ``stop``.
 """
 
 from __future__ import annotations
@@ -118,8 +118,17 @@ class Trainer:
             raise TrainerError(f"{name}: {answer['error']}; the traceback is in {self.processes[0].log}")
         return answer
 
-    async def train(self, updates: list[Any], total_steps: int) -> dict[str, float]:
+    async def train(self, updates: list[Any], total_steps: int) -> dict[str, Any]:
+        """One optimizer step an update: ``metrics``, and ``advantages`` as [group, index, value] of every row."""
         return await self.call("train", self.config.trainer.step_timeout_s, updates=updates, total_steps=total_steps)
+
+    async def compare(self, updates: list[Any], folder: Path) -> dict[str, float]:
+        """The update computed twice, by the engine and by plain transformers: how the two differ; no weight changes.
+
+        ``folder`` is an empty one that takes the weights between the two.
+        """
+        timeout = self.config.trainer.step_timeout_s
+        return await self.call("compare", timeout, updates=updates, folder=str(folder.absolute()))
 
     async def logprobs(self, rows: list[dict[str, list[int]]]) -> list[list[float]]:
         return await self.call("logprobs", self.config.trainer.step_timeout_s, rows=rows)

@@ -7,25 +7,29 @@ which predicts nothing).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample for the trainer: where its payload lies, its lengths in tokens, its advantage.
+    """One sample for the trainer: where its payload lies, its lengths in tokens, its reward.
 
-    ``weight`` multiplies each trained token's loss: 1 / (global denominator), computed over the whole update.
+    ``key`` is its group, ``index`` its place there, ``rollout`` the run of the generate function that made it: several
+    samples may come from one. ``weight`` multiplies each trained token's loss: 1 / (global denominator), computed over the
+    whole update.
     """
 
     key: str
     index: int
+    rollout: int
     prompt_tokens: int
     response_tokens: int
     trained_tokens: int
-    advantage: float
-    weight: float
+    reward: float
+    weight: float = 0.0
 
     @property
     def branch_tokens(self) -> int:
@@ -42,22 +46,52 @@ def tokens(rows: Sequence[Row]) -> int:
     return sum(prompts.values()) + sum(row.branch_tokens for row in rows)
 
 
-def weigh(rows: Sequence[Row], reduction: str) -> list[Row]:
-    """Rows with their weights: "token": 1/N of all N trained tokens; "sequence": 1/(S n_s) for S sequences of n_s."""
-    total = sum(row.trained_tokens for row in rows)
-    sequences = sum(row.trained_tokens > 0 for row in rows)
-    weights = {
-        "token": lambda row: 1 / max(total, 1),
-        "sequence": lambda row: 1 / max(sequences * row.trained_tokens, 1),
+def weigh(rows: Sequence[Row], reduction: str, fixed_length: int = 1) -> list[Row]:
+    """Rows with their weights, so that the sum of weighted token losses is, with N trained tokens in all:
+
+    - "token": the mean over tokens, 1/N. DAPO (arXiv 2503.14476), equation 8.
+    - "sequence": the mean over the S sequences of their token means, 1/(S n_s). GRPO (arXiv 2402.03300), equation 3.
+    - "rollout", "group": the same over rollouts (all samples of one generate call) and over groups.
+    - "fixed": the sum over tokens divided by S fixed_length. Dr. GRPO (arXiv 2503.20783), section 3.2.
+
+    Sequences, rollouts and groups without a trained token do not count.
+    """
+    units: dict[str, Callable[[Row], Hashable]] = {
+        "token": lambda row: None,
+        "sequence": lambda row: (row.key, row.index),
+        "rollout": lambda row: (row.key, row.rollout),
+        "group": lambda row: row.key,
     }
-    return [Row(**{**asdict(row), "weight": weights[reduction](row)}) for row in rows]
+    if reduction == "fixed":
+        sequences = sum(row.trained_tokens > 0 for row in rows)
+        return [replace(row, weight=1 / max(sequences * fixed_length, 1)) for row in rows]
+    unit = units[reduction]
+    counts: Counter[Hashable] = Counter()
+    for row in rows:
+        counts[unit(row)] += row.trained_tokens
+    filled = sum(count > 0 for count in counts.values())
+    return [replace(row, weight=1 / max(filled * counts[unit(row)], 1)) for row in rows]
 
 
-def chunks(rows: Sequence[Row], budget: int) -> list[MicroBatch]:
-    """Rows of the same group together, cut where the budget is reached. A row longer than the budget is alone."""
+def pairs(rows: Sequence[Row]) -> list[Row]:
+    """The best and the worst row of each group, by reward; no row of a group whose rewards are all equal."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.key, []).append(row)
+    chosen = []
+    for members in groups.values():
+        best, worst = max(members, key=lambda row: row.reward), min(members, key=lambda row: row.reward)
+        chosen += [best, worst] if best.reward > worst.reward else []
+    return chosen
+
+
+def chunks(rows: Sequence[Row], budget: int, whole_groups: bool) -> list[MicroBatch]:
+    """Rows of the same group together, cut where the budget is reached unless groups stay whole."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.key, []).append(row)
+    if whole_groups:
+        return list(groups.values())
     cut: list[MicroBatch] = []
     for members in groups.values():
         current: MicroBatch = []
@@ -80,30 +114,32 @@ def halve_largest(parts: list[MicroBatch]) -> bool:
     return True
 
 
-def plan(rows: Sequence[Row], ranks: int, budget: int) -> list[list[MicroBatch]]:
+def plan(rows: Sequence[Row], ranks: int, budget: int, whole_groups: bool = False) -> list[list[MicroBatch]]:
     """Micro-batches for every rank: ``result[rank][i]`` is a list of rows.
 
     Invariants (asserted by the tests):
     - every row is in exactly one micro-batch;
     - every rank has the same number of micro-batches (collectives meet); one may be empty where rows are too few;
-    - a micro-batch is within the budget, or holds a single row;
+    - a micro-batch is within the budget, or holds a single row, or, where groups stay whole, a single group;
+    - where groups stay whole (objectives that compare their samples), each is in one micro-batch;
     - the result depends on the arguments only.
     """
-    parts = chunks(rows, budget)
-    while len(parts) < ranks and halve_largest(parts):
+    parts = chunks(rows, budget, whole_groups)
+    while not whole_groups and len(parts) < ranks and halve_largest(parts):
         pass
     parts.sort(key=tokens, reverse=True)
     count = max(ranks, -(-sum(map(tokens, parts)) // max(budget, 1)))
     while True:
         count = -(-count // ranks) * ranks
-        bins: list[MicroBatch] = [[] for _ in range(count)]
+        bins: list[list[MicroBatch]] = [[] for _ in range(count)]
         loads = [0] * count
         for part in parts:
             lightest = loads.index(min(loads))
-            bins[lightest] += part
+            bins[lightest].append(part)
             loads[lightest] += tokens(part)
-        if all(load <= budget or len(rows_) == 1 for load, rows_ in zip(loads, bins, strict=True)):
-            return [bins[rank::ranks] for rank in range(ranks)]
+        if all(load <= budget or len(held) == 1 for load, held in zip(loads, bins, strict=True)):
+            micro = [[row for part in held for row in part] for held in bins]
+            return [micro[rank::ranks] for rank in range(ranks)]
         count += 1
 
 

@@ -1,10 +1,10 @@
-"""The policy for training: a transformers model, from hidden states to log-probabilities, sharded by FSDP2."""
+"""The models of training: transformers models, from packed tokens to log-probabilities or values, sharded by FSDP2."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,17 @@ class ModelRefused(Exception):
     """The model needs something that this engine does not do; the message names it."""
 
 
+def hidden_states(decoder: nn.Module, batch: packed.Packed) -> torch.Tensor:
+    """The last hidden states [N, d] from which a packed micro-batch's N response tokens are predicted."""
+    output = decoder(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        layout=batch.layout,
+    )
+    return output.last_hidden_state[0, batch.sources]
+
+
 class Policy(nn.Module):
     """``model`` is the transformers model, with its own parameter names; forward gives what the losses need."""
 
@@ -30,25 +41,43 @@ class Policy(nn.Module):
         super().__init__()
         self.model: PreTrainedModel = model
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.get_decoder().layers
+
     def forward(self, batch: packed.Packed, temperature: float, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies (float32 [N]) of a packed micro-batch's N response tokens."""
-        backbone, head = self.model.get_decoder(), self.model.get_output_embeddings()
-        hidden = backbone(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            layout=batch.layout,
-        ).last_hidden_state[0, batch.sources]
+        head = self.model.get_output_embeddings()
+        hidden = hidden_states(self.model.get_decoder(), batch)
         return chunked_logprobs(hidden, head.weight, getattr(head, "bias", None), batch.targets, temperature, chunk)
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """The folder's model in float32 with packed attention; ModelRefused names what the engine cannot do."""
+class Critic(nn.Module):
+    """The decoder of a transformers model with a scalar head, which starts from zero."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model: nn.Module = model.get_decoder()
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers  # type: ignore[return-value]
+
+    def forward(self, batch: packed.Packed) -> torch.Tensor:
+        """Value (float32 [N]) of the state before each of a packed micro-batch's N response tokens."""
+        return self.head(hidden_states(self.model, batch)).squeeze(-1).float()
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The folder's model with packed attention; ModelRefused names what the engine cannot do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=packed.NAME,
             local_files_only=True,
             output_loading_info=True,
@@ -66,20 +95,26 @@ def load_model(folder: Path) -> PreTrainedModel:
     return model
 
 
-def shard(model: Any, ranks: int, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> Policy:
-    """The recipe: (checkpoint and) shard each decoder layer, then the rest as one unit; compute in ``dtype``, keep float32."""
+Trained = TypeVar("Trained", Policy, Critic)
+
+
+def shard(
+    module: Trained, ranks: int, device: torch.device, dtype: torch.dtype, checkpointing: bool = False
+) -> Trained:
+    """The recipe: (checkpoint and) shard each decoder layer, then the rest as one unit; compute in ``dtype``."""
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    policy = Policy(model.to(device))
-    layers = model.get_decoder().layers
+    module.to(device)
+    layers = module.layers
     for index, layer in enumerate(layers):
         if checkpointing:
             layers[index] = layer = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    return policy
+    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    return module
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name in the Hugging Face model, without the wrappers'."""
-    return name.removeprefix("model.").replace("_checkpoint_wrapped_module.", "")
+def frozen(folder: Path, ranks: int, device: torch.device, dtype: torch.dtype) -> Policy:
+    """A model that is only asked: reference or teacher, kept in the dtype it computes in."""
+    policy = shard(Policy(load_model(folder, dtype)), ranks, device, dtype)
+    return policy.requires_grad_(False)

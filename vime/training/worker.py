@@ -25,7 +25,7 @@ from vime.config.sections import Config
 from vime.store.shared_memory import SharedMemoryStore
 from vime.training.engine import TorchEngine, threads_for
 
-COMMANDS = ("load", "train", "logprobs", "export", "save")
+COMMANDS = ("load", "train", "compare", "logprobs", "export", "save")
 IDLE = datetime.timedelta(days=30)  # between commands ranks wait as long as a rollout takes
 
 

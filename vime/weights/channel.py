@@ -24,6 +24,12 @@ MEAN_BOUNDS = {"float32": 1e-3, "bfloat16": 0.15}
 GPU_MEAN_BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 
 
+def bound_of(config: Config) -> float:
+    """The largest mean absolute log-probability difference between server and trainer that passes for rounding."""
+    bounds = GPU_MEAN_BOUNDS if on_gpu() else MEAN_BOUNDS
+    return config.weights.probe_max_mean_diff or bounds[config.model.dtype]
+
+
 class ProbeError(Exception):
     """Server and trainer disagree: the weights that are served are not the trainer's."""
 
@@ -115,8 +121,7 @@ class Probe:
         differences = [abs(theirs - ours) for theirs, ours in pairs]
         result = ProbeResult(sum(differences) / len(differences), max(differences))
         self.results.append(result)
-        bounds = GPU_MEAN_BOUNDS if on_gpu() else MEAN_BOUNDS
-        bound = self.config.weights.probe_max_mean_diff or bounds[self.config.model.dtype]
+        bound = bound_of(self.config)
         if not result.mean <= bound:
             self.failures += 1
             await fan_out(self.servers, Server.pause)

@@ -1,0 +1,70 @@
+"""Functions of the user's, by dotted path: ``package.module:function`` or ``file.py:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vime.config.load import nearest
+
+
+class FunctionError(Exception):
+    """There is no such function, or it takes other arguments; the message names the path and the fix."""
+
+
+def user_function(path: str, arguments: int) -> Callable[..., Any]:
+    """The function at ``path``, which can be called with so many positional arguments; FunctionError if not."""
+    place, _, attribute = path.rpartition(":")
+    module = load_module(place, path)
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise FunctionError(f"{path}: {place} has no {attribute!r}{nearest(attribute, names) if names else ''}")
+    if not callable(found):
+        raise FunctionError(f"{path} is a {type(found).__name__}, not a function")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some of C's have none
+        return found
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        raise FunctionError(f"{path}{signature} cannot be called with {arguments} arguments") from None
+    return found
+
+
+def load_module(place: str, path: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            return importlib.import_module(place)
+        if not Path(place).exists():
+            files = [str(file) for file in Path(place).parent.glob("*.py")]
+            raise FunctionError(f"{path}: the file {place} does not exist{nearest(place, files) if files else ''}")
+        spec = importlib.util.spec_from_file_location(f"user file {place}", place)  # the name of no other module
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+    except FunctionError:
+        raise
+    except (Exception, SystemExit) as error:
+        hint = module_hint(place) if isinstance(error, ModuleNotFoundError) and error.name == place else ""
+        raise FunctionError(f"{path}: {place} cannot be imported: {type(error).__name__}: {error}{hint}") from None
+
+
+def module_hint(place: str) -> str:
+    """``"; did you mean X?"`` for the closest module beside a missing one, "" where none is close."""
+    parent, _, name = place.rpartition(".")
+    folders = sys.modules[parent].__path__ if parent else None
+    hint = nearest(name, [module.name for module in pkgutil.iter_modules(folders)])
+    return hint if "did you mean" in hint else ""

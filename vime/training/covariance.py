@@ -1,0 +1,62 @@
+"""Which tokens the covariance objectives choose, over the whole update on all ranks. Collective.
+
+cov_t = (log pi_t - mean log pi) (A_t - mean A), means over the update's trained tokens, log pi before the step.
+The entropy mechanism of RL for reasoning (arXiv 2505.22617), equation 9.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from vime.config.sections import Algorithm
+
+
+def gathered(values: torch.Tensor) -> torch.Tensor:
+    """All ranks' values, one after the other; ranks may hold different numbers of them."""
+    ranks = dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.long, device=values.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(values)], device=values.device))
+    room = values.new_zeros(int(max(counts)))
+    room[: len(values)] = values
+    parts = [torch.empty_like(room) for _ in range(ranks)]
+    dist.all_gather(parts, room)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
+def covariances(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """cov_t of this rank's trained tokens, means over all ranks'."""
+    ones = torch.ones_like(logprobs)
+    sums = torch.stack([values.double().sum() for values in (logprobs, advantages, ones)])
+    dist.all_reduce(sums)
+    mean_logprob, mean_advantage = sums[0] / sums[2], sums[1] / sums[2]
+    return (logprobs.double() - mean_logprob) * (advantages.double() - mean_advantage)
+
+
+def uniform(seed: int, step: int, key: str, index: int, count: int) -> torch.Tensor:
+    """Numbers in [0, 1) for the tokens of one sample: the same wherever and in whatever order it is computed."""
+    digest = hashlib.sha256(f"{seed}/{step}/{key}/{index}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def choose(objective: str, covariance: torch.Tensor, draw: torch.Tensor, options: Algorithm) -> torch.Tensor:
+    """True where this rank's tokens are chosen, [n].
+
+    kl_cov: the ``cov_fraction`` of all tokens whose covariance is highest. clip_cov: as many, drawn at random (``draw``)
+    from those within [cov_low, cov_high]. At least one where there is any.
+    """
+    if objective == "kl_cov":
+        eligible, score = torch.ones_like(covariance, dtype=torch.bool), covariance
+    else:
+        eligible = (covariance >= options.cov_low) & (covariance <= options.cov_high)
+        score = -draw.to(covariance)
+    total = gathered(torch.ones_like(covariance)).sum()
+    candidates = gathered(score[eligible])
+    wanted = min(max(int(total * options.cov_fraction), 1), len(candidates))
+    if not wanted:
+        return torch.zeros_like(eligible)
+    threshold = candidates.topk(wanted).values[-1]
+    return eligible & (score >= threshold)
