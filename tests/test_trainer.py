@@ -94,7 +94,10 @@ class Runner:
         async def all_steps() -> list[dict[str, float]]:
             try:
                 await handle.start(state / "model" if state else model, state)
-                metrics = [(await handle.train(updates, 10))["metrics"] for _ in range(steps)]
+                metrics = []
+                for _ in range(steps):
+                    metrics.append((await handle.train(updates, 10))["metrics"])
+                    await handle.logprobs([{"prompt_ids": [1, 2], "response_ids": [3]}])  # as the probe does each step
                 await handle.export(folder / "out", "float32")
                 if save:
                     save.mkdir()

@@ -21,7 +21,6 @@ from vime.weights.channel import bound_of
 
 GROUPS = 4  # a check looks at this many prompts at most
 ENGINE_BOUNDS = {  # float32: rounding of another order of sums; bfloat16: of 8 bits of mantissa through all layers
-    "server_mean": {"float32": 1e-3, "bfloat16": 0.1},
     "logprob_mean": {"float32": 1e-4, "bfloat16": 0.1},
     "logprob_max": {"float32": 1e-3, "bfloat16": 2.0},
     "loss": {"float32": 1e-4, "bfloat16": 0.05},
@@ -29,7 +28,6 @@ ENGINE_BOUNDS = {  # float32: rounding of another order of sums; bfloat16: of 8 
     "split_gradient": {"float32": 1e-4, "bfloat16": 0.05},
 }
 ENGINE_NAMES = {
-    "server_mean": "plain, server: logprob difference, mean",
     "logprob_mean": "plain, trainer: logprob difference, mean",
     "logprob_max": "plain, trainer: logprob difference, max",
     "loss": "plain, trainer: loss, relative",
@@ -95,6 +93,7 @@ async def check(job: Job) -> tuple[list[Comparison], list[str]]:
         comparison("rollout: server, trainer: logprob diff., mean", rollout, bound),
         comparison("rollout: server, trainer: logprob diff., max", worst, 30 * bound),
         comparison("rollout: server, trainer: KL (k3)", metrics["train/mismatch_kl"], bound),
+        comparison("rollout: server, plain: logprob diff., mean", engine["server_mean"], bound),
         *(
             comparison(text, engine[name], ENGINE_BOUNDS[name][config.model.dtype])
             for name, text in ENGINE_NAMES.items()

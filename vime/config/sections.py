@@ -245,7 +245,7 @@ class Reference(Section):
     url: str | None = None
     """a vLLM server with this model, which scores the responses instead"""
     refresh_every: NonNegative = 0
-    """steps after which the policy becomes the reference; 0: never"""
+    """batches the policy has learned from, after which it becomes the reference; 0: never"""
 
 
 class Teacher(Section):

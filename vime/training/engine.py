@@ -24,7 +24,7 @@ from vime.training.advantages import ESTIMATORS, TOKEN_LEVEL
 from vime.training.batch import Batch, Sums, make_batch
 from vime.training.corrections import CORRECTIONS, mismatch
 from vime.training.credit import assign
-from vime.training.learner import EngineError, Learner, export_model, full_state
+from vime.training.learner import EngineError, Learner, export_model, full_state, sharded_parameters
 from vime.training.losses import OBJECTIVES, adapt_entropy, k3, kl_loss
 from vime.training.packed import Packed, pack
 from vime.training.plain import compare
@@ -46,6 +46,7 @@ class TorchEngine:
         self.estimator = None
         if algorithm.advantage not in TOKEN_LEVEL:
             self.estimator = ESTIMATORS.get(algorithm.advantage) or user_function(algorithm.advantage, 1)
+        self.batches = 0  # that the policy has learned from
         # The weight of the entropy bonus, and whether it acts: an adaptive one waits for a measurement.
         self.entropy_coef, self.entropy_active = algorithm.entropy_coef, algorithm.entropy_target is None
 
@@ -104,6 +105,7 @@ class TorchEngine:
         with one step they are the step's own.
         """
         started = time.perf_counter()
+        before = self.policy.steps
         batches, advantages = self.prepare(updates)
         totals: dict[str, float] = defaultdict(float)
         maxima = {"difference_max": 0.0, "policy_norm": 0.0}
@@ -117,7 +119,8 @@ class TorchEngine:
                     totals[name] += value
         packed_tokens = torch.tensor(float(sum(batch.tokens for batch in chain(*batches))), device=self.device)
         dist.all_reduce(packed_tokens)
-        self._refresh_reference()
+        if self.policy.steps > before:  # no critic's warm-up
+            self._refresh_reference()
         seconds = time.perf_counter() - started
         metrics = self._metrics(totals | maxima, len(updates), packed_tokens.item(), seconds)
         return {"metrics": metrics, "advantages": advantages}
@@ -182,7 +185,9 @@ class TorchEngine:
         algorithm, critic = self.config.algorithm, self.critic
         warming = critic is not None and critic.steps < self.config.critic.warmup_steps
         sums = Sums()
-        self.policy.clear()  # of an update that failed
+        for learner in (self.policy, critic):  # of an update that failed
+            if learner is not None:
+                learner.clear()
         for batch in batches:
             loss = self.loss(batch, self.forward(self.policy.module, batch.packed), sums)
             if not warming:
@@ -285,11 +290,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def _refresh_reference(self) -> None:
-        """The policy becomes the reference, on its interval."""
-        every = self.config.reference.refresh_every * self.config.algorithm.updates
-        if self.reference is not None and every and self.policy.steps % every == 0:
-            pairs = zip(self.reference.parameters(), self.policy.module.parameters(), strict=True)
-            for held, present in pairs:
+        """The policy, which has just learned from a batch, becomes the reference, on its interval of batches."""
+        self.batches += 1
+        every = self.config.reference.refresh_every
+        if self.reference is not None and every and self.batches % every == 0:
+            both = (sharded_parameters(module) for module in (self.reference, self.policy.module))
+            for (_, held), (_, present) in zip(*both, strict=True):
                 held.copy_(present)
 
     def logprobs(self, rows: list[dict[str, list[int]]]) -> list[list[float]]:
@@ -325,6 +331,7 @@ class TorchEngine:
         if write:
             record = {
                 "optimizer_steps": self.policy.steps,
+                "batches": self.batches,
                 "critic_steps": self.critic.steps if self.critic is not None else 0,
                 "entropy_coef": self.entropy_coef,
                 "entropy_active": self.entropy_active,
@@ -338,6 +345,7 @@ class TorchEngine:
         record = json.loads((folder / "trainer.json").read_text())
         torch.set_rng_state(torch.tensor(list(base64.b64decode(record["torch_rng"])), dtype=torch.uint8))
         self.policy.load_moments(folder / "optimizer.safetensors", record["optimizer_steps"])
+        self.batches = record["batches"]
         if self.config.algorithm.entropy_target is not None:
             self.entropy_coef, self.entropy_active = record["entropy_coef"], record["entropy_active"]
         if self.critic is not None:

@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vime.config.sections import Trainer
-from vime.training.policy import Policy, Trained
+from vime.training.policy import Critic, Policy, Trained
 
 
 class EngineError(Exception):
@@ -42,13 +43,25 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def full_state(module: nn.Module, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:
+def sharded_parameters(module: Policy | Critic) -> Iterator[tuple[str, nn.Parameter]]:
+    """Plain name and parameter of each, tied ones once, as the optimizer knows them.
+
+    After a forward pass without a backward one FSDP leaves its root's parameters whole, which are other objects: they are
+    given back first.
+    """
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    for name, parameter in module.named_parameters():
+        yield plain_name(name), parameter
+
+
+def full_state(module: Policy | Critic, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:
     """Full parameters on the CPU by plain name, tied ones once; an empty dict unless ``keep`` (the writing rank)."""
     state = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in sharded_parameters(module):
         whole = full(parameter.detach())
         if keep:
-            state[plain_name(name)] = whole.to("cpu", dtype, copy=True)
+            state[name] = whole.to("cpu", dtype, copy=True)
     return state
 
 
@@ -101,29 +114,25 @@ class Learner(Generic[Trained]):
         self.steps += 1
         return norm
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.module.named_parameters():
-            yield plain_name(name), parameter
-
     def save_moments(self, file: Path, write: bool) -> None:
-        """AdamW's moments as safetensors, full and in float32."""
+        """AdamW's moments as safetensors, full and in float32; none before the first step."""
         moments: dict[str, torch.Tensor] = {}
-        for name, parameter in self.named_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
-                value = self.optimizer.state[parameter].get(key)
-                if value is None:
-                    continue
-                whole = full(value)
+        for name, parameter in sharded_parameters(self.module) if self.steps else ():
+            state = self.optimizer.state.get(parameter, {})  # none: it never had a gradient
+            for key in ("exp_avg", "exp_avg_sq") if state else ():
+                whole = full(state[key])
                 if write:
                     moments[f"{key}.{name}"] = whole.cpu().contiguous()
         if write:
+            if len(moments) != 2 * len(self.optimizer.state):
+                raise EngineError(f"{len(self.optimizer.state)} parameters have moments and {len(moments)} were found")
             save_file(moments, file)
 
     def load_moments(self, file: Path, steps: int) -> None:
         self.steps = steps
         with safe_open(file, framework="pt") as moments:
             known = set(moments.keys())
-            for name, parameter in self.named_parameters():
+            for name, parameter in sharded_parameters(self.module):
                 if f"exp_avg.{name}" not in known:
                     continue
                 state = {"step": torch.tensor(float(steps), device=parameter.device)}
@@ -133,7 +142,7 @@ class Learner(Generic[Trained]):
 
     def load_parameters(self, file: Path) -> None:
         with safe_open(file, framework="pt") as weights, torch.no_grad():
-            for name, parameter in self.named_parameters():
+            for name, parameter in sharded_parameters(self.module):
                 parameter.copy_(placed_like(parameter, weights.get_tensor(name)))
 
 

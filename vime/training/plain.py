@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from vime.training.batch import Batch, Sums
-from vime.training.learner import export_model, full
+from vime.training.learner import export_model, full, sharded_parameters
 from vime.training.plan import PlanJson
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def by_engine(engine: TorchEngine, batches: list[Batch]) -> tuple[list[torch.Ten
         loss += share.item()
     total = torch.tensor(loss, dtype=torch.double, device=engine.device)
     dist.all_reduce(total)
-    return logprobs, total.item(), gradients(engine.policy.named_parameters(), engine.rank == 0)
+    return logprobs, total.item(), gradients(sharded_parameters(engine.policy.module), engine.rank == 0)
 
 
 def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[str, float]:

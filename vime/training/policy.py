@@ -68,7 +68,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: packed.Packed) -> torch.Tensor:
         """Value (float32 [N]) of the state before each of a packed micro-batch's N response tokens."""
-        return self.head(hidden_states(self.model, batch)).squeeze(-1).float()
+        return self.head(hidden_states(self.model, batch)).float().sum(-1)  # of one: FSDP wants no view
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
