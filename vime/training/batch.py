@@ -80,12 +80,17 @@ def gather_groups(rows: Sequence[Row], store: SharedMemoryStore) -> tuple[list[R
     return rows, payloads, groups
 
 
-def make_batch(rows: Sequence[Row], store: SharedMemoryStore, device: torch.device) -> Batch:
-    """Reads the rows' payloads and packs them; no rows make a batch that takes part in the collectives and weighs nothing."""
+def make_batch(
+    rows: Sequence[Row], store: SharedMemoryStore, device: torch.device, scored: Sequence[str] = ()
+) -> Batch:
+    """Reads the rows' payloads and packs them; ``scored`` names the models whose log-probabilities lie in the payloads.
+
+    No rows make a batch that takes part in the collectives and weighs nothing.
+    """
     if not rows:
         zeros = torch.zeros(2, device=device)
-        none = zeros.long()
-        return Batch([], pack([([0], [[0, 0]])], device), zeros, zeros.bool(), zeros, none, none, zeros, zeros, zeros)
+        none, others = zeros.long(), {name: zeros for name in scored}
+        return Batch([], pack([([0], [[0, 0]])], device), zeros, zeros.bool(), zeros, none, none, zeros, **others)
     rows, payloads, groups = gather_groups(rows, store)
 
     def per_token(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -93,10 +98,6 @@ def make_batch(rows: Sequence[Row], store: SharedMemoryStore, device: torch.devi
 
     def spread(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return per_token([np.full(r.response_tokens, v) for v, r in zip(values, rows, strict=True)], dtype)
-
-    def scored(field: str) -> torch.Tensor | None:
-        found = [getattr(payload, field) for payload in payloads]
-        return None if found[0] is None else per_token(found, torch.float32)
 
     mask = per_token([p.loss_mask for p in payloads], torch.bool)
     keys = list(dict.fromkeys(row.key for row in rows))
@@ -109,8 +110,7 @@ def make_batch(rows: Sequence[Row], store: SharedMemoryStore, device: torch.devi
         sequence=spread(range(len(rows)), torch.long),
         group=spread([keys.index(row.key) for row in rows], torch.long),
         advantages=spread([0.0] * len(rows), torch.float32),
-        reference=scored("reference"),
-        teacher=scored("teacher"),
+        **{name: per_token([getattr(p, name) for p in payloads], torch.float32) for name in scored},
     )
 
 

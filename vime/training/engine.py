@@ -46,6 +46,8 @@ class TorchEngine:
         self.estimator = None
         if algorithm.advantage not in TOKEN_LEVEL:
             self.estimator = ESTIMATORS.get(algorithm.advantage) or user_function(algorithm.advantage, 1)
+        urls = {"reference": config.reference.url, "teacher": config.teacher.url}
+        self.scored = [name for name, url in urls.items() if url]  # by servers
         self.batches = 0  # that the policy has learned from
         # The weight of the entropy bonus, and whether it acts: an adaptive one waits for a measurement.
         self.entropy_coef, self.entropy_active = algorithm.entropy_coef, algorithm.entropy_target is None
@@ -128,7 +130,10 @@ class TorchEngine:
     def prepare(self, updates: list[PlanJson]) -> tuple[list[list[Batch]], list[list[Any]]]:
         """This rank's micro-batches of each update with all that the loss needs, and all rows' advantages."""
         batches = [
-            [make_batch([Row(**row) for row in micro], self.store, self.device) for micro in update[self.rank]]
+            [
+                make_batch([Row(**row) for row in micro], self.store, self.device, self.scored)
+                for micro in update[self.rank]
+            ]
             for update in updates
         ]
         together = list(chain(*batches))

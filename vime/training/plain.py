@@ -53,6 +53,16 @@ def distance(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
     return (apart / max(size, 1e-300)) ** 0.5
 
 
+def prepared(engine: TorchEngine, updates: list[PlanJson]) -> list[Batch]:
+    """The update's micro-batches, with the server's log-probabilities for those before the step where these are the step's
+    own: at a ratio of exactly 1 a loss would not depend on what is compared."""
+    (batches,), _ = engine.prepare(updates)
+    for batch in batches:
+        if batch.proximal is None and not batch.behaviour.isnan().any():
+            batch.proximal = batch.behaviour
+    return batches
+
+
 def by_engine(engine: TorchEngine, batches: list[Batch]) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
     """Log-probabilities, loss and gradients as in training."""
     engine.policy.clear()
@@ -77,7 +87,7 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
     sum of the tokens' absolute losses' weights times advantages (``loss``); of gradients, over their norm (``gradient``,
     ``split_gradient``).
     """
-    (batches,), _ = engine.prepare(updates)
+    batches = prepared(engine, updates)
     logprobs, loss, mine = by_engine(engine, batches)
     scale = torch.stack([(batch.weights * batch.advantages.abs()).sum() for batch in batches]).sum().double()
     dist.all_reduce(scale)
@@ -86,7 +96,7 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
     longest = max(len(rank) for rank in single[0])
     for rank in single[0]:
         rank.extend([[] for _ in range(longest - len(rank))])
-    split = distance(by_engine(engine, engine.prepare(single)[0][0])[2], mine) if not engine.compares else 0.0
+    split = distance(by_engine(engine, prepared(engine, single))[2], mine) if not engine.compares else 0.0
 
     model = plain_copy(engine, folder)
     here, server, worst, count, total = 0.0, 0.0, 0.0, 0, 0.0
