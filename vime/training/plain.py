@@ -4,6 +4,7 @@ float32, no sharding, one backward pass. Slow and easy to trust; nothing here is
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,6 +99,30 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
         rank.extend([[] for _ in range(longest - len(rank))])
     split = distance(by_engine(engine, prepared(engine, single))[2], mine) if not engine.compares else 0.0
 
+    plain = by_plain(engine, batches, logprobs, folder)
+    return {
+        "server_mean": plain.server_mean,
+        "logprob_mean": plain.logprob_mean,
+        "logprob_max": plain.logprob_max,
+        "loss": abs(loss - plain.loss) / max(scale.item(), 1e-12),
+        "gradient": distance(mine, plain.gradients),
+        "split_gradient": split,
+    }
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Loss and gradients by plain means, and how far the engine's and the server's log-probabilities lie from the plain ones."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    logprob_mean: float
+    logprob_max: float
+    server_mean: float
+
+
+def by_plain(engine: TorchEngine, batches: list[Batch], logprobs: list[torch.Tensor], folder: str) -> Plain:
+    """Each rank its own batches; sums, the maximum and gradients over all."""
     model = plain_copy(engine, folder)
     here, server, worst, count, total = 0.0, 0.0, 0.0, 0, 0.0
     for batch, ours in zip(batches, logprobs, strict=True):
@@ -110,7 +135,7 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
         apart, servers = ((x - output[0].detach()).abs()[batch.mask] for x in (ours, batch.behaviour))
         here, server, count = here + apart.sum().item(), server + servers.nansum().item(), count + len(apart)
         worst = max(worst, apart.max().item() if len(apart) else 0.0)
-    sums = torch.tensor([here, float(count), total, server], dtype=torch.double, device=engine.device)
+    sums = torch.tensor([total, here, server, float(count)], dtype=torch.double, device=engine.device)
     dist.all_reduce(sums)
     most = torch.tensor(worst, device=engine.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -118,15 +143,11 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
-    other = gradients(model.named_parameters(), engine.rank == 0)
-    return {
-        "server_mean": sums[3].item() / max(sums[1].item(), 1.0),
-        "logprob_mean": sums[0].item() / max(sums[1].item(), 1.0),
-        "logprob_max": most.item(),
-        "loss": abs(loss - sums[2].item()) / max(scale.item(), 1e-12),
-        "gradient": distance(mine, other),
-        "split_gradient": split,
-    }
+    loss, here, server, tokens = sums.tolist()
+    tokens = max(tokens, 1.0)
+    return Plain(
+        loss, gradients(model.named_parameters(), engine.rank == 0), here / tokens, most.item(), server / tokens
+    )
 
 
 def plain_copy(engine: TorchEngine, folder: str) -> torch.nn.Module:
