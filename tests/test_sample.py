@@ -148,3 +148,16 @@ def without(name: str) -> dict[str, Any]:
 )
 def test_an_answer_with_missing_fields_is_refused_as_an_inference_error(answer: Any) -> None:
     assert refusal(answer)
+
+
+def test_tokens_of_older_weights_are_taken_out_of_the_loss_and_counted() -> None:
+    spans = (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3), VersionSpan(3, 3, 5))
+    sample = Sample([1], [5] * 5, [-1.0] * 5, spans, "stop", "", loss_mask=[1, 0, 1, 1, 1])
+    assert sample.mask_stale(3) == 2  # one of the first two was no part of the loss
+    assert sample.loss_mask == [0, 0, 0, 1, 1]
+    assert sample.mask_stale(3) == 0
+
+
+def test_tokens_of_the_present_weights_stay_in_the_loss() -> None:
+    sample = Sample([1], [5] * 3, [-1.0] * 3, (VersionSpan(4, 0, 3),), "stop", "")
+    assert sample.mask_stale(4) == 0 and sample.loss_mask == [1, 1, 1]
