@@ -1,6 +1,7 @@
 """The configuration: what is refused and how it is said, what a file means, what the help shows."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from vime.config import algorithms
 from vime.config.load import ConfigError, dump, help_text, load, options, parse_overrides, parse_value
-from vime.config.sections import Config, CorrectionName
+from vime.config.sections import Algorithm, Config, CorrectionName
+from vime.training.advantages import ESTIMATORS, TOKEN_LEVEL
 
 
 @pytest.fixture
@@ -305,3 +307,39 @@ def test_vime_train_help_lists_every_option_and_loads_no_heavy_library() -> None
     assert missing == []
     assert "--resume" in text and "--dry-run" in text
     assert {"torch", "transformers", "vllm", "datasets", "numpy"}.isdisjoint(modules)
+
+
+ALGORITHMS = Path(__file__).parents[1] / "docs" / "algorithms.md"
+BESIDE = {  # what a row of the table needs beside its [algorithm] settings
+    "DPO": ["--data.response_keys", '["chosen", "rejected"]'],
+    "SFT": ["--data.response_keys", '["response"]'],
+    "on-policy distillation": ["--teacher.path", "m"],
+}
+
+
+def published() -> list[tuple[str, list[str]]]:
+    """The rows of the page's table of published algorithms, as overrides."""
+    table = ALGORITHMS.read_text().split("## Published algorithms as settings")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ") and "`" in line]
+    parsed = []
+    for name, settings in rows[1:]:
+        words = [*BESIDE.get(name.strip(), [])]
+        for key, value in re.findall(r"`([a-z_]+) = ([^`]+)`", settings):
+            words += [f"--algorithm.{key}", value]
+        parsed.append((name.strip(), words))
+    return parsed
+
+
+@pytest.mark.parametrize(("name", "words"), published())
+def test_a_published_algorithms_settings_on_the_page_are_a_configuration(
+    file: Path, name: str, words: list[str]
+) -> None:
+    if name == "LUSPO":  # said as a difference to GSPO
+        words = [*dict(published())["GSPO"], *words]
+    assert load(file, words).algorithm != Algorithm() or name == "GRPO"
+
+
+def test_every_name_stands_on_the_algorithms_page() -> None:
+    names = [*ESTIMATORS, *TOKEN_LEVEL, *algorithms.OBJECTIVES, *get_args(CorrectionName)]
+    page = ALGORITHMS.read_text()
+    assert [name for name in names if f"`{name}`" not in page] == []

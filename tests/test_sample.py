@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vime.inference.client import InferenceError, parse_completion
+from vime.inference.client import InferenceError, parse_completion, parse_scores
 from vime.sample import Group, Sample, Task, VersionSpan
 
 
@@ -161,3 +161,38 @@ def test_tokens_of_older_weights_are_taken_out_of_the_loss_and_counted() -> None
 def test_tokens_of_the_present_weights_stay_in_the_loss() -> None:
     sample = Sample([1], [5] * 3, [-1.0] * 3, (VersionSpan(4, 0, 3),), "stop", "")
     assert sample.mask_stale(4) == 0 and sample.loss_mask == [1, 1, 1]
+
+
+def scores(*entries: Any) -> list[float]:
+    return parse_scores({"choices": [{"prompt_logprobs": [None, *entries]}]}, [7, 8])
+
+
+def test_scores_are_those_of_the_responses_own_tokens() -> None:
+    assert scores(
+        {"5": {"logprob": -9.0}}, {"7": {"logprob": -1.0}, "1": {"logprob": -2.0}}, {"8": {"logprob": 0.0}}
+    ) == [
+        -1.0,
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{"7": {"logprob": -1.0}}],  # too few: the prompt's first is None
+        [{"7": {"logprob": -1.0}}, {"9": {"logprob": -1.0}}],  # of another token
+        [{"7": {"logprob": -1.0}}, {"8": {"logprob": -9999.0}}],  # vLLM's minus infinity
+        [{"7": {"logprob": -1.0}}, {"8": {"logprob": float("nan")}}],
+        [{"7": {"logprob": -1.0}}, {"8": {"logprob": 0.1}}],
+        [{"7": {"logprob": -1.0}}, {"8": {}}],
+    ],
+)
+def test_scores_that_cannot_be_trained_on_are_refused(entries: list[Any]) -> None:
+    with pytest.raises(InferenceError):
+        scores(*entries)
+
+
+@pytest.mark.parametrize("answer", [None, {}, {"choices": []}, {"choices": [{"prompt_logprobs": None}]}])
+def test_an_answer_without_scores_is_refused(answer: Any) -> None:
+    with pytest.raises(InferenceError, match="these are no prompt log-probabilities"):
+        parse_scores(answer, [7])
