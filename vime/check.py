@@ -55,7 +55,6 @@ def for_check(config: Config) -> Config:
     rollout = config.rollout.model_copy(update={"groups": min(GROUPS, config.rollout.groups), "filter": "none"})
     algorithm = config.algorithm.model_copy(update={"updates": 1, "max_mismatch_kl": None})
     run = config.run.model_copy(update={"dir": f"{config.run.dir}-check"})
-    shutil.rmtree(run.dir, ignore_errors=True)
     return config.model_copy(update={"rollout": rollout, "algorithm": algorithm, "run": run})
 
 

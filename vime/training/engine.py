@@ -194,7 +194,8 @@ class TorchEngine:
             if learner is not None:
                 learner.clear()
         for batch in batches:
-            loss = self.loss(batch, self.forward(self.policy.module, batch.packed), sums)
+            with torch.set_grad_enabled(not warming):
+                loss = self.loss(batch, self.forward(self.policy.module, batch.packed), sums)
             if not warming:
                 (loss * self.ranks).backward()  # FSDP averages gradients over ranks; the weights are global already
             if critic is not None:
