@@ -82,6 +82,6 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 a token, and where the clip took effect. PPO with a clipped
     value loss, as in the implementation study arXiv 2005.12729."""
-    bounded = old_values + (values - old_values).clamp(-clip, clip)
+    bounded = torch.clamp(values, old_values - clip, old_values + clip)  # within them exactly the value
     plain, clipped = (values - returns).square(), (bounded - returns).square()
     return torch.maximum(plain, clipped) / 2, clipped > plain
