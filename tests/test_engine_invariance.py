@@ -275,7 +275,7 @@ def test_an_empty_micro_batch_changes_nothing(
     check(case, (with_empty_micro_batches,), folders, scorer, tmp_path)
 
 
-@pytest.mark.parametrize("said", [0.0, math.nan])
+@pytest.mark.parametrize("said", [0.0, math.nan, -9999.0])
 @pytest.mark.parametrize(
     "case",
     [

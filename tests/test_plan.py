@@ -77,6 +77,12 @@ def test_groups_that_fit_together_meet_in_one_micro_batch() -> None:
     assert len(plan(rows, 1, 75)[0]) == 1
 
 
+@given(*ARGUMENTS)
+def test_no_more_micro_batches_are_made_than_ranks_need_or_rows_fill(rows: list[Row], ranks: int, budget: int) -> None:
+    micros = [micro for rank in plan(rows, ranks, budget) for micro in rank]
+    assert sum(not micro for micro in micros) < ranks or len(rows) < ranks
+
+
 def test_ranks_without_rows_get_empty_micro_batches() -> None:
     assert sorted(map(len, sum(plan([row("a", 0, 3, 3)], 3, 100), []))) == [0, 0, 1]
 

@@ -46,7 +46,10 @@ class Batch:
     def seen(self, logprobs: torch.Tensor, entropy: torch.Tensor, old_logprobs: str) -> Tokens:
         """What an objective sees, with the policy's present log-probabilities."""
         proximal = logprobs.detach() if self.proximal is None else self.proximal
-        behaviour = torch.where(self.behaviour.isnan(), proximal, self.behaviour)  # NaN: no server sampled them
+        sampled = (
+            self.mask & ~self.behaviour.isnan()
+        )  # what is not trained may hold anything; NaN: no server sampled it
+        behaviour = torch.where(sampled, self.behaviour, proximal)
         return Tokens(
             logprobs=logprobs,
             entropy=entropy,

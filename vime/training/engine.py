@@ -290,7 +290,7 @@ class TorchEngine:
                 "train/value_loss": total["value_loss"] / count,
                 "train/value_clip_fraction": total["value_clipped"] / count,
                 "train/value_grad_norm": total["critic_norm"] / updates,
-                "train/explained_variance": 1 - total["value_residual"] / count / max(variance, 1e-12),
+                "train/explained_variance": 1 - total["value_residual"] / count / variance if variance > 1e-9 else 0.0,
             }
         return metrics
 

@@ -128,7 +128,7 @@ def plan(rows: Sequence[Row], ranks: int, budget: int, whole_groups: bool = Fals
     while not whole_groups and len(parts) < ranks and halve_largest(parts):
         pass
     parts.sort(key=tokens, reverse=True)
-    count = max(ranks, -(-sum(map(tokens, parts)) // max(budget, 1)))
+    count = max(ranks, min(-(-sum(map(tokens, parts)) // max(budget, 1)), len(parts)))
     while True:
         count = -(-count // ranks) * ranks
         bins: list[list[MicroBatch]] = [[] for _ in range(count)]
