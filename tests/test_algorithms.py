@@ -131,7 +131,8 @@ def test_a_row_without_its_given_response_is_named_before_anything_starts(jobs: 
 
 
 def test_a_check_compares_everything_and_writes_it_as_json(jobs: Jobs) -> None:
-    out = jobs.run("check", PROMPTS, "--json", str(jobs.folder / "check.json"))
+    words = ["--json", str(jobs.folder / "check.json"), "--rollout.temperature", "0.7"]
+    out = jobs.run("check", PROMPTS, *words)
     found = json.loads((jobs.folder / "check.json").read_text())
     assert found["ok"] and len(found["comparisons"]) == 11
     assert all(row["ok"] == (row["value"] <= row["bound"]) for row in found["comparisons"])
@@ -139,6 +140,16 @@ def test_a_check_compares_everything_and_writes_it_as_json(jobs: Jobs) -> None:
         row["name"] for row in found["comparisons"] if row["name"] in out
     }
     assert max(row["value"] for row in found["comparisons"]) < 1e-4  # float32
+
+
+def test_a_check_leaves_out_what_cannot_be_compared(jobs: Jobs) -> None:
+    """Given responses were sampled by no server, and pairs cannot be taken apart."""
+    pairs = [{"prompt": f"say {i}", "chosen": "yes", "rejected": "no!"} for i in range(8)]
+    words = ["--data.response_keys", '["chosen", "rejected"]', "--algorithm.objective", "dpo"]
+    words += ["--algorithm.advantage", "pair", "--algorithm.reduction", "sequence"]
+    jobs.run("check", pairs, *words, "--json", str(jobs.folder / "check.json"))
+    names = [row["name"] for row in json.loads((jobs.folder / "check.json").read_text())["comparisons"]]
+    assert len(names) == 6 and not any("rollout" in name or "packed" in name for name in names)
 
 
 def test_a_difference_over_its_bound_fails_the_check(jobs: Jobs) -> None:

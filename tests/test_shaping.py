@@ -143,7 +143,9 @@ def test_the_reward_is_the_raw_one_plus_its_terms_whatever_the_groups_size(score
 
 
 def test_a_group_without_a_sample_has_nothing_to_shape() -> None:
-    shape(group_of(), config_of(reward={"length_penalty": 1.0}))
+    group = group_of()
+    shape(group, config_of(reward={"length_penalty": 1.0}))
+    assert group.samples == []
 
 
 # in the loop

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vime.config.load import nearest
+from vime.config.nearest import nearest
 
 
 class FunctionError(Exception):

@@ -17,7 +17,8 @@ import aiohttp
 
 from vime import __version__
 from vime.checkpoint import CheckpointError, Checkpoints, read_state
-from vime.config.load import ConfigError, dump, nearest
+from vime.config.load import ConfigError, dump
+from vime.config.nearest import nearest
 from vime.config.sections import Config, DataSet
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
+from vime.config.nearest import nearest
 from vime.config.sections import Config, Critic
 from vime.training.advantages import COMPARING, ESTIMATORS, TOKEN_LEVEL
 
@@ -27,9 +27,7 @@ WEIGHING = ("tis", "tis_sequence", "mis", "icepop")  # corrections that carry th
 def unknown(option: str, name: str, known: Sequence[str]) -> list[str]:
     if name in known or ":" in name:
         return []
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}."
-    return [f"algorithm.{option} = {name!r} is not known; {hint} Your own is module:function"]
+    return [f"algorithm.{option} = {name!r} is not known{nearest(name, known)} Your own would be module:function"]
 
 
 def impossible_algorithms(config: Config) -> list[str]:

@@ -5,7 +5,6 @@ Everything wrong is said at once, each with the key, the value and the fix, befo
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 import types
@@ -16,18 +15,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from vime.config.algorithms import impossible_algorithms
+from vime.config.nearest import nearest
 from vime.config.rewards import impossible_rewards
 from vime.config.sections import Config
 
 
 class ConfigError(Exception):
     """The configuration cannot be run; the message has one line a fault."""
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """``"; did you mean X?"`` for the closest known word, or the known words."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:

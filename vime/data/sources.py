@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vime.config.load import nearest
+from vime.config.nearest import nearest
 from vime.sample import Task
 
 GENERATED = "reasoning-gym:"

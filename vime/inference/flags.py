@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from vime.config.load import ConfigError, nearest
+from vime.config.load import ConfigError
+from vime.config.nearest import nearest
 from vime.config.sections import Flag
 
 HELP_TIMEOUT_S = 180

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vime.config.load import nearest
+from vime.config.nearest import nearest
 from vime.config.sections import RewardSection
 from vime.functions import FunctionError, user_function
 from vime.rewards.builtin import BUILTIN

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from vime.inference.client import InferenceError, RequestRefused, Server
 from vime.rewards import Part, Reward, score
 from vime.sample import Sample, Task, VersionSpan
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,29 @@ class Context:
         return self.servers[0]
 
 
+async def requested(context: Context, call: Callable[[], Awaitable[Answer]]) -> Answer:
+    """The answer to a request, which waits for a free slot and is made again, ``retries`` times, after a server's failure."""
+    for attempt in range(context.retries):
+        try:
+            async with context.slots:
+                return await call()
+        except RequestRefused:
+            raise
+        except InferenceError:
+            await asyncio.sleep(0.5 * 2**attempt)
+    async with context.slots:
+        return await call()
+
+
 async def single_turn(context: Context, task: Task) -> Sample:
     """Samples one response, with retries on a server's failure, and scores it."""
     prompt_ids = context.prompt_ids(task)
-    for attempt in range(context.retries + 1):
-        try:
-            async with context.slots:
-                completion = await context.server.generate(
-                    prompt_ids, context.sampling, context.request_timeout_s, context.version, context.session_id
-                )
-            break
-        except InferenceError as error:
-            if attempt == context.retries or isinstance(error, RequestRefused):
-                raise
-            await asyncio.sleep(0.5 * 2**attempt)
+    completion = await requested(
+        context,
+        lambda: context.server.generate(
+            prompt_ids, context.sampling, context.request_timeout_s, context.version, context.session_id
+        ),
+    )
     text = context.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     sample = Sample(
         prompt_ids, completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, text
@@ -84,7 +95,6 @@ async def given(context: Context, task: Task, rank: int) -> Sample:
         "stop",
         text,
         reward=float(rank == 0),
-        rollout=rank,
     )
 
 
@@ -92,8 +102,7 @@ async def ask_others(context: Context, samples: Sequence[Sample]) -> None:
     """Reference's and teacher's log-probabilities of the samples, from their servers, where there are any."""
 
     async def ask(sample: Sample, name: str, server: Server) -> None:
-        async with context.slots:
-            scores = await server.score(sample.prompt_ids, sample.response_ids, context.request_timeout_s)
-        setattr(sample, name, scores)
+        ids = sample.prompt_ids, sample.response_ids
+        setattr(sample, name, await requested(context, lambda: server.score(*ids, context.request_timeout_s)))
 
     await asyncio.gather(*(ask(one, name, server) for name, server in context.scorers.items() for one in samples))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vime.store.shared_memory import Payload, SharedMemoryStore
-from vime.training.losses import Tokens
+from vime.training.losses import Tokens, sequence_sums
 from vime.training.packed import Packed, pack
 from vime.training.plan import Row, tokens
 
@@ -66,9 +66,7 @@ class Batch:
         )
 
     def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of ``values`` over the trained tokens of each row, [S]."""
-        sums = values.new_zeros(max(len(self.rows), 1))
-        return sums.index_add(0, self.sequence, torch.where(self.mask, values, 0.0))
+        return sequence_sums(values, self.mask, self.sequence)
 
 
 def gather_groups(rows: Sequence[Row], store: SharedMemoryStore) -> tuple[list[Row], list[Payload], Any]:

@@ -18,6 +18,12 @@ import torch.nn.functional as F
 from vime.config.sections import Algorithm
 
 
+def sequence_sums(values: torch.Tensor, mask: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """Sum of ``values`` over the trained tokens of each sequence, [S]."""
+    sums = values.new_zeros(int(sequence[-1]) + 1)
+    return sums.index_add(0, sequence, torch.where(mask, values, 0.0))
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The response tokens of whole sequences.
@@ -46,9 +52,7 @@ class Tokens:
         return self.logprobs - self.old
 
     def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of ``values`` over the trained tokens of each sequence, [S]."""
-        sums = values.new_zeros(int(self.sequence[-1]) + 1)
-        return sums.index_add(0, self.sequence, torch.where(self.mask, values, 0.0))
+        return sequence_sums(values, self.mask, self.sequence)
 
     def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean of ``values`` over the trained tokens of a token's sequence, [N]."""

@@ -84,9 +84,9 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
     ``folder`` is an empty one for the weights.
 
     Absolute differences of log-probabilities over trained tokens (``logprob_mean``, ``logprob_max``, and ``server_mean`` for
-    the server's); of the loss, over the
-    sum of the tokens' absolute losses' weights times advantages (``loss``); of gradients, over their norm (``gradient``,
-    ``split_gradient``).
+    the server's); of the loss, over the sum of weights times absolute advantages (``loss``); of gradients, over their norm
+    (``gradient``, ``split_gradient``). What cannot be compared is left out: the server's where it sampled nothing, single
+    samples where the objective compares them.
     """
     batches = prepared(engine, updates)
     logprobs, loss, mine = by_engine(engine, batches)
@@ -97,16 +97,18 @@ def compare(engine: TorchEngine, updates: list[PlanJson], folder: str) -> dict[s
     longest = max(len(rank) for rank in single[0])
     for rank in single[0]:
         rank.extend([[] for _ in range(longest - len(rank))])
-    split = distance(by_engine(engine, prepared(engine, single))[2], mine) if not engine.compares else 0.0
+    found = {}
+    if not engine.compares:
+        found["split_gradient"] = distance(by_engine(engine, prepared(engine, single))[2], mine)
 
     plain = by_plain(engine, batches, logprobs, folder)
-    return {
-        "server_mean": plain.server_mean,
+    if not engine.config.data.response_keys:
+        found["server_mean"] = plain.server_mean
+    return found | {
         "logprob_mean": plain.logprob_mean,
         "logprob_max": plain.logprob_max,
         "loss": abs(loss - plain.loss) / max(scale.item(), 1e-12),
         "gradient": distance(mine, plain.gradients),
-        "split_gradient": split,
     }
 
 
