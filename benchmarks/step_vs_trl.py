@@ -124,15 +124,14 @@ def trl_side(config_file: Path, result: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from vime.config.load import load
-    from vime.data.cursor import PromptCursor
-    from vime.job import tasks_of
-    from vime.rewards import load_reward
+    from vime.data.load import load_data, make_cursor
+    from vime.rewards.load import load_reward
     from vime.sample import Task
 
     torch.set_num_threads(os.cpu_count() or 1)  # as vime's trainer
     config = load(config_file, [])
     rollout, trainer = config.rollout, config.trainer
-    cursor = PromptCursor(tasks_of(config.data), config.run.seed)  # vime's own order
+    cursor = make_cursor(config, load_data(config)[0])  # vime's own order
     tasks = [cursor.take()[1] for _ in range(config.run.steps * rollout.groups)]
     score = load_reward(config.reward.function)
 

@@ -7,23 +7,28 @@ import functools
 import random
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
 from tests.tiny import make_config
 from vime.config.sections import Config
 from vime.loop import plan_updates
-from vime.rollout.collect import Outcome, store_key
+from vime.rollout.outcome import Outcome, store_key
 from vime.sample import Sample, VersionSpan
 from vime.store.shared_memory import SharedMemoryStore
 from vime.training.engine import TorchEngine
-from vime.training.learner import Learner, full, full_state, sharded_parameters
+from vime.training.learner import Learner, full_state
+from vime.training.pieces import average_whole, full, sharded_parameters
 from vime.training.plan import PlanJson, Row
+from vime.training.policy import Policy, load_model
+from vime.training.stored import Stored, replace
 
 VOCABULARY = 24
 SHAPE: dict[str, Any] = {
@@ -31,6 +36,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 SIZES = ([[1, 1, 1], [2, 1]], [[1, 2, 1, 1], [1, 1]])  # samples of each rollout of each group of each of two updates
+MEASURED = {"train/tokens_per_s", "train/memory_peak_gib"}  # metrics that are of the machine, not of the mathematics
 Gradients = list[dict[str, torch.Tensor]]  # an entry a step, by plain parameter name
 
 
@@ -47,14 +53,18 @@ def world() -> None:
 def save_model(
     folder: Path, seed: int = 0, kind: str = "qwen3", spread: float = 0.2, layers: int = 1, vocabulary: int = VOCABULARY
 ) -> Path:
-    """A random model of ``kind`` "qwen3" (untied) or "llama" (tied); ``spread`` is the standard deviation of its weights."""
+    """A random model of ``kind`` "qwen3" (untied), "llama" (tied) or "moe" (Qwen3-MoE; layer 1 of several has no experts);
+    ``spread`` is the standard deviation of its weights."""
     world()
     options = {**SHAPE, "vocab_size": vocabulary, "num_hidden_layers": layers, "initializer_range": spread}
-    config: Any = (
-        Qwen3Config(**options, tie_word_embeddings=False)
-        if kind == "qwen3"
-        else LlamaConfig(**options, tie_word_embeddings=True)
-    )
+    config: Any
+    if kind == "qwen3":
+        config = Qwen3Config(**options, tie_word_embeddings=False)
+    elif kind == "llama":
+        config = LlamaConfig(**options, tie_word_embeddings=True)
+    else:
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**options, **experts, mlp_only_layers=[1], tie_word_embeddings=False)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -72,6 +82,14 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedM
     ).eval()
 
 
+def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
+    """The folder's model as the engine has it, read whole and not split."""
+    world()
+    policy = Policy(load_model(folder, dtype))
+    replace(policy, Stored.read)
+    return policy
+
+
 def engine_config(model: Path, **sections: dict[str, Any]) -> Config:
     """Steps of gradient descent nearly: under a large eps AdamW does not blow the rounding of a small gradient up."""
     trainer = {"learning_rate": 0.3, "eps": 1.0, "max_grad_norm": 2.0, **sections.pop("trainer", {})}
@@ -80,9 +98,17 @@ def engine_config(model: Path, **sections: dict[str, Any]) -> Config:
 
 def load_engine(config: Config, store: SharedMemoryStore, state: Path | None = None) -> TorchEngine:
     world()
-    engine = TorchEngine(config, store, 0, 1, torch.device("cpu"))
-    engine.load(str(state / "model") if state else config.model.path, str(state) if state else None)
+    engine = TorchEngine(config, store, torch.device("cpu"))
+    engine.load(config.model.path, str(state) if state else None)
     return engine
+
+
+def save_engine(engine: TorchEngine, folder: Path, model: bool = False) -> Path:
+    """A folder that holds the engine's state, written to its end."""
+    folder.mkdir()
+    engine.save(str(folder), model)
+    engine.saved()
+    return folder
 
 
 def weights(module: Any) -> dict[str, torch.Tensor]:
@@ -96,7 +122,8 @@ def note_gradients(learner: Learner[Any]) -> Gradients:
     step = learner.step
 
     def noting(total_steps: int) -> torch.Tensor:
-        parameters = sharded_parameters(learner.module)
+        parameters = list(sharded_parameters(learner.module))
+        average_whole([parameter for _, parameter in parameters], learner.mesh)
         held = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
         noted.append({name: full(gradient).clone() for name, gradient in held.items()})
         return step(total_steps)
@@ -166,4 +193,14 @@ def random_groups(
                 response = [draw.randrange(VOCABULARY) for _ in range(length)]
                 logprobs = [draw.gauss(-3, 0.7) for _ in range(length)]
                 groups[group].append(make_sample(prompt, response, logprobs, draw.random(), rollout, mask))
+    return groups
+
+
+def routed(groups: dict[int, list[Sample]], seed: int, layers: int, experts: int) -> dict[int, list[Sample]]:
+    """The samples with two random experts a token and layer, as a server would tell them."""
+    draw = np.random.default_rng(seed)
+    for sample in chain(*groups.values()):
+        tokens = len(sample.prompt_ids) + len(sample.response_ids) - 1
+        every = [[draw.permutation(experts)[:2] for _ in range(layers)] for _ in range(tokens)]
+        sample.experts = np.array(every).astype(np.uint8)
     return groups

@@ -116,18 +116,11 @@ def test_given_pairs_are_learned_by_dpo_and_nothing_is_sampled(jobs: Jobs) -> No
     assert steps[0]["rollout/response_tokens"] == 4 * (4 + 4)  # bytes and the end token
 
 
-def test_given_responses_are_learned_by_sft(jobs: Jobs) -> None:
-    rows = [{"prompt": f"say {i}", "text": "yes"} for i in range(8)]
-    words = ["--data.response_keys", '["text"]', "--algorithm.objective", "sft", "--algorithm.advantage", "constant"]
-    jobs.run("train", rows, *words, steps=4)
-    losses = [step["train/loss"] for step in jobs.steps()]
-    assert losses[0] > 4 and losses[-1] < losses[0] / 2
-
-
 def test_a_row_without_its_given_response_is_named_before_anything_starts(jobs: Jobs) -> None:
-    words = ["--data.response_keys", '["text"]', "--algorithm.objective", "sft", "--algorithm.advantage", "constant"]
-    error = jobs.run("train", [{"prompt": "a", "txet": "b"}], *words, code=2)
-    assert error == "vime: data.response_keys: task data/0 has no text 'text'; did you mean txet?\n" or "txet" in error
+    words = ["--data.response_keys", '["chosen", "rejected"]', "--algorithm.objective", "dpo"]
+    words += ["--algorithm.advantage", "pair", "--algorithm.reduction", "sequence"]
+    error = jobs.run("train", [{"prompt": "a", "chosen": "b", "rejetced": "c"}], *words, code=2)
+    assert "data.response_keys: task" in error and "has no text 'rejected'; did you mean rejetced?" in error
 
 
 def test_a_check_compares_everything_and_writes_it_as_json(jobs: Jobs) -> None:

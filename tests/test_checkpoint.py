@@ -1,18 +1,24 @@
-"""Checkpoints: whole or not there; the newest and the best stay."""
+"""Checkpoints: whole or not there; the newest and the best stay; what the background cannot write ends the run."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.tiny import make_config
 from vime.checkpoint import CheckpointError, Checkpoints, read_state
+from vime.job import Job
+from vime.training.client import TrainerError
 
 
 def commit(checkpoints: Checkpoints, step: int, **state: Any) -> Path:
-    draft = checkpoints.draft(step)
+    draft = checkpoints.draft(step, {"step": step, **state}, "[run]\n")
     (draft / "model").mkdir()
     (draft / "model" / "weights").write_text(f"weights of {step}")
-    return checkpoints.commit(step, {"step": step, **state}, "[run]\n")
+    return checkpoints.commit(step)
 
 
 def test_a_committed_checkpoint_holds_what_was_drafted_its_state_and_its_configuration(tmp_path: Path) -> None:
@@ -35,22 +41,21 @@ def test_the_newest_is_chosen_by_number_not_by_name(tmp_path: Path) -> None:
 def test_a_half_written_checkpoint_is_never_chosen(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     commit(checkpoints, 1)
-    draft = checkpoints.draft(2)
-    (draft / "state.json").write_text("{}")  # killed between the last write and the rename
+    checkpoints.draft(2, {}, "")  # killed between the last write and the rename
     assert checkpoints.steps() == [1]
     (tmp_path / "step-000003").mkdir()  # no state.json: not ours
     assert checkpoints.latest() == checkpoints.path(1)
 
 
-def test_a_draft_starts_empty_whatever_a_crash_left(tmp_path: Path) -> None:
+def test_a_draft_starts_anew_whatever_a_crash_left(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    (checkpoints.draft(2) / "left").write_text("half")
-    assert list(checkpoints.draft(2).iterdir()) == []
+    (checkpoints.draft(2, {}, "") / "left").write_text("half")
+    assert {path.name for path in checkpoints.draft(2, {}, "").iterdir()} == {"state.json", "config.toml"}
 
 
 def test_the_next_commit_removes_what_crashes_left(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.draft(1)
+    checkpoints.draft(1, {}, "")
     commit(checkpoints, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
@@ -93,6 +98,87 @@ def test_committing_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_without_a_checkpoint_the_message_names_the_folder_and_the_next_step(tmp_path: Path, made: bool) -> None:
     folder = tmp_path / "checkpoints"
     if made:
-        Checkpoints(folder, keep=1).draft(1)
+        Checkpoints(folder, keep=1).draft(1, {}, "")
     with pytest.raises(CheckpointError, match=f"{folder} holds no checkpoint; start the run without --resume"):
         Checkpoints(folder, keep=1).latest()
+
+
+class Writing:
+    """A trainer whose part of a checkpoint is written when it is told to be, or fails."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.go_on = fault, asyncio.Event()
+
+    async def save(self, folder: Path, model: bool) -> None:
+        pass
+
+    async def saved(self) -> None:
+        await self.go_on.wait()
+        if self.fault:
+            raise TrainerError(self.fault)
+
+
+def job_at(folder: Path, step: int, trainer: Writing) -> Job:
+    view: Any = SimpleNamespace(phase=lambda *_: None, message=lambda _: None)
+    job: Any = Job(make_config(folder, run={"dir": str(folder)}), view, 0.0)
+    job.step, job.trainer = step, trainer
+    job.cursor = SimpleNamespace(state=lambda held: {"drawn": 5})
+    job.scheduler = SimpleNamespace(ready={}, save=AsyncMock())
+    job.recorder = SimpleNamespace(offsets=lambda: {"metrics.jsonl": 10 * job.step})
+    job.journal, job.sync = SimpleNamespace(offset=lambda: 7), SimpleNamespace(count=0)
+    job.tokenizer = SimpleNamespace(save_pretrained=lambda _: None)
+    return job
+
+
+def test_the_state_is_of_the_moment_of_the_save_and_the_next_save_waits(tmp_path: Path) -> None:
+    async def saves() -> None:
+        trainer = Writing()
+        job = job_at(tmp_path, 1, trainer)
+        await job.save(last=False)
+        job.step, job.evals = 2, [(2, {"late": 1.0})]
+        following = asyncio.create_task(job.save(last=False))
+        await asyncio.sleep(0.05)
+        assert job.checkpoints.steps() == [] and not following.done()
+        trainer.go_on.set()
+        await following
+        state = read_state(job.checkpoints.path(1))
+        assert (state["step"], state["evals"], state["offsets"]["metrics.jsonl"]) == (1, [], 10)
+        assert job.metrics["checkpoint/write_s"] >= 0.05
+        await job.checkpoints.written()
+        assert job.checkpoints.steps() == [1, 2]
+
+    asyncio.run(saves())
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    async def run() -> None:
+        trainer = Writing("the checkpoint could not be written: rank 1: no space left")
+        job = job_at(tmp_path, 1, trainer)
+        await job.save(last=False)
+        step = asyncio.create_task(asyncio.sleep(60))
+        watch = asyncio.create_task(job.watch_checkpoints(step))
+        trainer.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await watch
+        assert job.checkpoints.failed and job.checkpoints.steps() == []
+        with pytest.raises(TrainerError, match="rank 1: no space left"):
+            await job.checkpoints.written()
+
+    asyncio.run(run())
+
+
+def test_the_second_interrupt_gives_up_what_is_being_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        job = job_at(tmp_path, 1, Writing())
+        await job.save(last=True)
+        step = asyncio.create_task(job.checkpoints.written())
+        for _ in range(2):
+            await asyncio.sleep(0)
+            job.request_stop(step)
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await job.checkpoints.settle()
+        assert not job.checkpoints.failed and job.checkpoints.steps() == []
+
+    asyncio.run(run())

@@ -12,6 +12,7 @@ import pytest
 from vime.config import algorithms
 from vime.config.load import ConfigError, dump, help_text, load, options, parse_overrides, parse_value
 from vime.config.sections import Algorithm, Config, CorrectionName
+from vime.config.supervised import Supervised
 from vime.training.advantages import ESTIMATORS, TOKEN_LEVEL
 
 
@@ -53,7 +54,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, key: s
 
 
 def test_an_unknown_key_near_nothing_is_refused_with_all_known_ones(file: Path) -> None:
-    assert "log.zzzz is not an option; known: samples_per_step, sinks" in refusal(file, "--log.zzzz", "1")
+    assert "log.zzzz is not an option; known: dump_every, samples_per_step, sinks" in refusal(file, "--log.zzzz", "1")
 
 
 def test_a_wrong_value_is_named_with_its_key_and_what_is_expected(file: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_expected(file: Path) ->
 def test_a_missing_key_is_named_with_the_way_to_set_it(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('[model]\npath = "m"\n[data]\n')
-    assert refusal(path) == "data.source is missing; set it in the file or with --data.source VALUE"
+    assert refusal(path).splitlines()[0] == "data.source is missing; set it in the file or with --data.source VALUE"
 
 
 def test_several_faults_are_said_at_once_a_line_each(file: Path) -> None:
@@ -79,9 +80,16 @@ def test_several_faults_are_said_at_once_a_line_each(file: Path) -> None:
 
 IMPOSSIBLE = [
     (["--rollout.samples_per_group", "1"], "set rollout.samples_per_group >= 2"),
+    (
+        ["--run.deterministic", "true", "--rollout.max_staleness", "1"],
+        "run.deterministic with rollout.max_staleness = 1: set it to 0",
+    ),
+    (
+        ["--run.deterministic", "true", "--inference.servers", "2"],
+        "run.deterministic with inference.servers = 2: set it to 1",
+    ),
     (["--rollout.top_p", "0.9"], "set top_p = 1.0 and top_k = -1"),
     (["--rollout.top_k", "50"], "set top_p = 1.0 and top_k = -1"),
-    (["--rollout.max_staleness", "1"], "only the synchronous loop exists; set it to 0"),
     (["--algorithm.updates", "3"], "does not divide rollout.groups = 16"),
     (["--eval.sets.t.source", "reasoning-gym:chain_sum"], "set eval.sets.t.seed to another number"),
     (["--eval.sets.t.source", "t.jsonl", "--eval.sets.t.samples", "4"], "set eval.sets.t.temperature > 0"),
@@ -93,8 +101,8 @@ IMPOSSIBLE = [
         ["--algorithm.objective", "dpo", "--algorithm.advantage", "pair", "--algorithm.reduction", "sequence"],
         'set rollout.filter = "zero_variance"',
     ),
-    (["--algorithm.objective", "sft"], 'set advantage = "constant"'),
-    (["--data.response_keys", '["chosen", "rejected"]'], 'set algorithm.objective = "sft" or "dpo"'),
+    (["--algorithm.objective", "sft"], "run `vime sft CONFIG.toml`"),
+    (["--data.response_keys", '["chosen", "rejected"]'], 'set algorithm.objective = "dpo"'),
     (["--data.response_keys", '["chosen"]', "--algorithm.objective", "dpo"], "set two keys"),
     (["--data.response_keys", '["a"]', "--rollout.filter", "zero_variance"], 'set rollout.filter = "none"'),
     (["--algorithm.dual_clip", "3", "--algorithm.objective", "sapo"], "which has none; remove it"),
@@ -130,12 +138,31 @@ IMPOSSIBLE = [
     (["--reward.parts.raw.function", "exact", "--reward.length_penalty", "0.1"], "give yours another"),
     (
         [
-            *["--data.response_keys", '["chosen"]', "--algorithm.objective", "sft"],
-            *["--algorithm.advantage", "constant", "--reward.length_penalty", "0.1"],
+            *["--data.response_keys", '["chosen", "rejected"]', "--algorithm.objective", "dpo"],
+            *["--algorithm.advantage", "pair", "--reward.length_penalty", "0.1"],
         ],
         "given responses are not shaped",
     ),
     (["--algorithm.advantage", "maxrl", "--reward.overlong_buffer", "9"], "set reward.overlong_buffer = 0"),
+    (["--lora.alpha", "8"], "lora.alpha with lora.rank = 0, which trains no adapter; set lora.rank"),
+    (["--lora.rank", "8", "--lora.target_modules", '["q_proj", "lm_head"]'], "lm_head cannot have an adapter"),
+    (["--lora.rank", "8", "--lora.target_modules", "model.embed_tokens"], "cannot have an adapter"),
+    (["--lora.rank", "8", "--lora.target_modules", "[]"], 'set it to "all-linear"'),
+    (["--trainer.ranks", "6", "--trainer.tensor_parallel", "4"], "= 1 x 1 x 4 = 4; set it to a multiple of 4"),
+    (["--lora.rank", "600"], "vLLM serves ranks up to 512"),
+    (["--lora.rank", "8", "--vllm.api_server_count", "2"], "set inference.servers instead"),
+    (
+        ["--lora.rank", "8", "--algorithm.kl_coef", "1", "--reference.path", "m", "--reference.refresh_every", "2"],
+        "a refresh copies the adapter",
+    ),
+    (["--algorithm.router_replay", "trainer"], "the only update routes as itself; set updates >= 2"),
+    (
+        [
+            *["--data.response_keys", '["chosen"]', "--algorithm.objective", "sft"],
+            *["--algorithm.advantage", "constant", "--algorithm.router_replay", "server"],
+        ],
+        'no server samples given responses, so none tells their experts; set router_replay = "none"',
+    ),
 ]
 
 POSSIBLE = [
@@ -146,7 +173,6 @@ POSSIBLE = [
         *["--data.response_keys", '["chosen", "rejected"]', "--algorithm.objective", "dpo"],
         *["--algorithm.advantage", "pair", "--algorithm.reduction", "sequence"],
     ],
-    ["--data.response_keys", '["text"]', "--algorithm.objective", "sft", "--algorithm.advantage", "constant"],
     ["--algorithm.corrections.tis.high", "2", "--algorithm.corrections.opsm.high", "0.1"],
     ["--algorithm.advantage", "reverse_kl", "--teacher.url", "http://localhost:1"],
     ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.kl_estimator", "k1"],
@@ -154,6 +180,11 @@ POSSIBLE = [
     ["--rollout.filter", "accuracy_band", "--rollout.accuracy_low", "0.5", "--rollout.accuracy_high", "0.5"],
     ["--reward.parts.raw.function", "exact", "--reward.parts.b.function", "regex", "--reward.parts.b.weight", "-0.5"],
     ["--reward.function", "regex", "--reward.options.pattern", "x", "--algorithm.advantage", "maxrl"],
+    ["--lora.rank", "8", "--lora.target_modules", '["q_proj"]', "--vllm.api-server-count", "1"],
+    ["--lora.rank", "600", "--lora.sync", "merged", "--vllm.data-parallel-size", "2"],
+    ["--lora.rank", "8", "--algorithm.kl_coef", "1", "--reference.refresh_every", "2"],
+    ["--algorithm.router_replay", "server", "--algorithm.router_aux_coef", "1e-3"],
+    ["--algorithm.router_replay", "trainer", "--algorithm.updates", "2"],
 ]
 
 
@@ -166,13 +197,26 @@ def test_the_names_that_are_known_to_the_configuration_are_those_that_exist() ->
     from vime.training.corrections import CORRECTIONS
     from vime.training.losses import OBJECTIVES
 
-    assert tuple(OBJECTIVES) == algorithms.OBJECTIVES
+    assert tuple(name for name in OBJECTIVES if name != "sft") == algorithms.OBJECTIVES  # a command of its own
     assert set(CORRECTIONS) == set(get_args(CorrectionName))
 
 
 @pytest.mark.parametrize(("words", "fix"), IMPOSSIBLE)
 def test_an_impossible_combination_is_refused_with_its_fix(file: Path, words: list[str], fix: str) -> None:
     assert fix in refusal(file, *words)
+
+
+def test_running_ahead_without_a_correction_is_warned_of(file: Path) -> None:
+    ahead = "--rollout.max_staleness", "2"
+    (warning,) = algorithms.warnings(load(file, ahead))
+    assert "rollout.max_staleness = 2 without a correction" in warning
+    for corrected in (
+        "algorithm.corrections.tis.high=2",
+        "algorithm.old_logprobs=behaviour",
+        "algorithm.mask_stale=true",
+    ):
+        assert algorithms.warnings(load(file, [*ahead, f"--{corrected}"])) == []
+    assert algorithms.warnings(load(file, [])) == []
 
 
 def test_several_impossible_combinations_are_said_at_once(file: Path) -> None:
@@ -268,7 +312,7 @@ def test_the_weight_of_a_reward_is_a_finite_number(file: Path, weight: str) -> N
 
 def test_the_resolved_configuration_has_every_option_written_out(file: Path) -> None:
     written = dump(load(file))
-    for name, field, _ in options():
+    for name, field, _ in options(Config):
         if "NAME" not in name and (field.is_required() or field.get_default() not in (None, {})):
             assert f"{name.rpartition('.')[2]} = " in written, name
 
@@ -279,11 +323,11 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file: Path) -> N
 
 
 def test_every_option_is_explained() -> None:
-    assert [name for name, _, text in options() if not text] == []
+    assert [name for kind in (Config, Supervised) for name, _, text in options(kind) if not text] == []
 
 
 def test_the_help_shows_kind_and_default_of_an_option() -> None:
-    text = help_text()
+    text = help_text(Config)
     assert '--model.dtype (float32 | bfloat16; "bfloat16")\n' in text
     assert "--model.path (str; required)\n" in text
     assert "--run.time_limit_minutes (float | none; null)\n" in text
@@ -303,7 +347,7 @@ print(json.dumps([out.getvalue(), sorted(sys.modules)]))
 def test_vime_train_help_lists_every_option_and_loads_no_heavy_library() -> None:
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True, timeout=60)
     text, modules = json.loads(done.stdout)
-    missing = [name for name, _, _ in options() if f"--{name} (" not in text]
+    missing = [name for name, _, _ in options(Config) if f"--{name} (" not in text]
     assert missing == []
     assert "--resume" in text and "--dry-run" in text
     assert {"torch", "transformers", "vllm", "datasets", "numpy"}.isdisjoint(modules)
@@ -312,7 +356,6 @@ def test_vime_train_help_lists_every_option_and_loads_no_heavy_library() -> None
 ALGORITHMS = Path(__file__).parents[1] / "docs" / "algorithms.md"
 BESIDE = {  # what a row of the table needs beside its [algorithm] settings
     "DPO": ["--data.response_keys", '["chosen", "rejected"]'],
-    "SFT": ["--data.response_keys", '["response"]'],
     "on-policy distillation": ["--teacher.path", "m"],
 }
 

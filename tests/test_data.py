@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from vime.data.cursor import CursorError, PromptCursor
 from vime.data.journal import Journal, account
 from vime.data.sources import DataError, load_tasks, split_held_out
+from vime.rewards.load import load_reward
 from vime.sample import Task
 
 ROWS = [{"prompt": "1 + 1", "answer": 2, "level": "easy"}, {"prompt": "2 + 2", "answer": "4", "level": "hard"}]
@@ -366,3 +368,118 @@ def test_the_offset_is_the_length_on_disk_and_a_journal_is_only_added_to(tmp_pat
     again.write("trained", 1)
     again.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["taken", "trained"]
+
+
+# what a row brings beside its prompt
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_a_tools_column_is_the_tasks_as_a_list_or_as_json_text(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "tools": [TOOL]},
+        {"prompt": "b", "tools": json.dumps([TOOL])},
+        {"prompt": "c", "tools": None},
+    ]
+    loaded = load_tasks(jsonl(tmp_path / "t.jsonl", rows))
+    assert [task.tools for task in loaded] == [(TOOL,), (TOOL,), ()]
+    assert all("tools" not in task.metadata for task in loaded)
+    (named, *_) = load_tasks(jsonl(tmp_path / "u.jsonl", [{"prompt": "a", "functions": [TOOL]}]), tools_key="functions")
+    assert named.tools == (TOOL,)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("[{", "row 0: 'tools' is no JSON"),
+        ({"add": 1}, "row 0: 'tools' is no list of tools"),
+        (
+            ["add"],
+            "tool 0 of 'tools' is not of the form {type: function, function: {name, description, parameters}}: 'add'",
+        ),
+        ([TOOL, {"type": "function", "function": {}}], "tool 1 of 'tools' is not of the form"),
+        (
+            [{"type": "function", "function": {"name": "add", "parameters": "x"}}],
+            "'add' of 'tools': parameters is no JSON schema",
+        ),
+    ],
+)
+def test_a_tool_that_is_no_definition_is_refused_with_its_row(tmp_path: Path, tools: Any, message: str) -> None:
+    assert message in refusal(jsonl(tmp_path / "t.jsonl", [{"prompt": "a", "tools": tools}]))
+
+
+def test_a_column_names_the_rows_reward_and_generate_function_and_the_section_those_of_the_others(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"prompt": "a", "score": "last_number", "by": "play.py:play"},
+        {"prompt": "b", "score": None},
+        {"prompt": "c"},
+    ]
+    source = jsonl(tmp_path / "t.jsonl", rows)
+    loaded = load_tasks(source, reward_key="score", generate_key="by", reward="exact")
+    assert [(task.reward, task.generate) for task in loaded] == [
+        ("last_number", "play.py:play"),
+        ("exact", None),
+        ("exact", None),
+    ]
+    assert loaded[0].metadata == {}
+    assert "row 0: 'n' is no function's name: 3" in refusal(
+        jsonl(tmp_path / "u.jsonl", [{"prompt": "a", "n": 3}]), reward_key="n"
+    )
+
+
+@pytest.mark.usefixtures("hf_cache")
+def test_messages_from_arrow_have_the_keys_they_were_written_with(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    prompt = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    Dataset.from_list([{"prompt": prompt}]).to_parquet(tmp_path / "t.parquet")
+    (loaded,) = load_tasks(str(tmp_path / "t.parquet"))
+    assert list(loaded.messages) == prompt
+
+
+def test_whatever_of_a_row_matters_makes_it_another_prompt() -> None:
+    base = task("a")
+    others = [
+        replace(base, answer="x"),
+        replace(base, metadata={"k": 1}),
+        replace(base, tools=(TOOL,)),
+        replace(base, reward="exact"),
+        replace(base, generate="single_turn"),
+    ]
+    for other in others:
+        with pytest.raises(CursorError, match="digest was"):
+            PromptCursor([other], 0).load(PromptCursor([base], 0).state())
+
+
+PARTS = [{"name": "chain_sum", "weight": 3, "config": {"max_terms": 2}}, {"name": "gcd"}]
+
+
+def test_the_parts_of_a_composite_come_by_weight_and_each_keeps_its_own_scorer() -> None:
+    loaded = load_tasks("reasoning-gym:composite", size=80, seed=1, options={"datasets": PARTS})
+    names = Counter(one.metadata["reasoning_gym"] for one in loaded)
+    assert set(names) == {"chain_sum", "gcd"} and 45 <= names["chain_sum"] <= 75
+    reward = load_reward("reasoning_gym")
+    for one in loaded[:20]:
+        assert reward(one, f"<answer>{one.answer}</answer>") == 1.0 and reward(one, "<answer>none</answer>") < 1.0
+    assert loaded == load_tasks("reasoning-gym:composite", size=80, seed=1, options={"datasets": PARTS})
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (None, "composite needs the data sets it is made of; set options.datasets ="),
+        ([{"name": "chain_summ"}], "reasoning-gym has no data set 'chain_summ'; did you mean chain_sum?"),
+        ([{"name": "gcd", "wait": 2}], "composite: gcd has no 'wait'; did you mean weight?"),
+        ([{"name": "gcd", "config": {"max_num": 2}}], "composite, gcd has no option 'max_num'"),
+        ([{"name": "gcd"}, {"name": "gcd"}], "refuses its options"),
+    ],
+)
+def test_a_composite_that_cannot_be_made_says_why(parts: Any, message: str) -> None:
+    assert message in refusal("reasoning-gym:composite", size=2, options={"datasets": parts} if parts else {})

@@ -37,9 +37,8 @@ class Plain:
         self.policy = plain_model(Path(config.model.path), torch.float64)
         self.reference = plain_model(Path(config.reference.path or config.model.path), torch.float64)
         self.decoder = plain_model(Path(config.model.path), torch.float64).get_decoder()
-        self.head = torch.nn.Linear(self.policy.config.hidden_size, 1).double()
+        self.head = torch.nn.Linear(self.policy.config.hidden_size, 1, bias=False).double()
         torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
         head = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}
         self.parameters = [dict(self.policy.named_parameters()), dict(self.decoder.named_parameters()) | head]
         rates = config.trainer.learning_rate, config.critic.learning_rate

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiny import make_config
+from vime.cli import main
 from vime.inference.client import InferenceError, Server
-from vime.inference.server import Fleet
+from vime.inference.fleet import Fleet
+from vime.inference.life import Answer
+from vime.inference.requests import Requests
+from vime.inference.roster import Roster, Wish, wish
 
 
 def test_a_server_that_runs_already_is_used_by_its_url_and_left_running(
@@ -21,12 +26,46 @@ def test_a_server_that_runs_already_is_used_by_its_url_and_left_running(
     async def use() -> list[int]:
         fleet = Fleet(config, session, tmp_path)
         await fleet.start()
-        completion = await fleet.servers[0].generate([1, 2, 3], {"max_tokens": 4, "ignore_eos": True}, 60, 0)
+        completion = await fleet.servers[0].generate([1, 2, 3], {"max_tokens": 4, "ignore_eos": True}, 60)
         await fleet.stop()
         return completion.token_ids
 
     assert len(run(use())) == 4
-    assert run(running.healthy())
+    assert run(running.answer()) is Answer.YES
+
+
+def test_with_a_second_server_requests_go_through_a_router(
+    run: Any, session: Any, fleets: Any, models: Any, tmp_path: Path
+) -> None:
+    """Also while the second does not answer; and the last that is left cannot be removed."""
+    running, roster = fleets("tied").servers[0], Roster(tmp_path)
+    config = make_config(models("tied"), inference={"urls": [running.url]}).model_copy(update={"vllm": {}})
+    fleet = Fleet(config, session, tmp_path, roster)
+
+    async def wished(*words: str) -> str:
+        return await asyncio.to_thread(wish, tmp_path, Wish(*words))  # type: ignore[arg-type]
+
+    async def use() -> None:
+        requests = Requests(fleet.front, fleet.gate, config.rollout)
+        await fleet.start()
+        async with fleet.watched(fleet.admit):
+            while not roster.listing.exists():
+                await asyncio.sleep(0.05)
+            assert "is the only one left" in await wished("remove", running.url)
+            await wished("add", "http://127.0.0.1:9")
+            assert fleet.router and fleet.front.url == fleet.router.url
+            assert (await requests.generate([1, 2, 3], {"max_tokens": 4, "ignore_eos": True})).token_ids
+            assert "is removed" in await wished("remove", "http://127.0.0.1:9")
+        await fleet.stop()
+        roster.close()
+
+    run(asyncio.wait_for(use(), 120))
+    assert not list(tmp_path.glob("servers.*"))
+
+
+def test_a_run_that_does_not_go_on_lists_no_servers(tmp_path: Path, capsys: Any) -> None:
+    assert main(["servers", str(tmp_path)]) == 2
+    assert "no training run goes on there" in capsys.readouterr().err
 
 
 def test_a_server_without_the_needed_endpoints_is_refused_with_the_fix(run: Any, session: Any, fleets: Any) -> None:

@@ -22,6 +22,7 @@ from vime.loop import plan_updates
 from vime.sample import Sample
 from vime.store.shared_memory import SharedMemoryStore
 from vime.training.advantages import ESTIMATORS, TOKEN_LEVEL
+from vime.training.lora import merged
 from vime.training.losses import OBJECTIVES
 
 TOKENS = 8
@@ -107,7 +108,8 @@ class Learning:
         self.groups += len(groups)
         if updates := plan_updates(batch, self.config):  # none where no group has a pair
             self.metrics = self.engine.train(updates, total_steps)["metrics"]
-        self.present.load_state_dict(weights(self.engine.policy.module))
+        policy = self.engine.policy.module
+        self.present.load_state_dict(merged(weights(policy), policy.model))
 
     def learn(self, steps: int, fresh_every: int = 1) -> None:
         """Steps on sampled batches; the sampler takes the policy's weights every so many of them (0: never)."""
@@ -165,6 +167,17 @@ def test_every_advantage_leads_to_the_best_response(advantage: str, folders: dic
     assert learning.expected_reward() < 0.2
     learning.learn(24)
     assert learning.expected_reward() > GOAL
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "o_proj"]], ids=["all linear", "two modules"])
+def test_an_adapter_alone_leads_there_too(targets: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    """From a policy with preferences: a head near zero, which an adapter leaves as it is, could say nothing for certain."""
+    lora = {"rank": 4, "alpha": 8, "target_modules": targets}
+    learning = Learning(folders | {"policy": folders["other"]}, tmp_path, lora=lora, algorithm={"kl_coef": 1e-3})
+    assert learning.expected_reward() < 0.3
+    learning.learn(60)
+    assert learning.expected_reward() > GOAL
+    assert learning.metrics["train/reference_kl"] == pytest.approx(learning.divergence(learning.start) / 2, rel=0.3)
 
 
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name not in ("sft", "dpo")])

@@ -21,9 +21,10 @@ def inputs(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Any, 
 
 
 def reference(
-    hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float
+    hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
 
@@ -115,3 +116,15 @@ def test_sharp_logits_stay_finite() -> None:
     logprobs, entropy = chunked_logprobs(hidden * 1e4, weight, None, targets, 1.0, 3)
     (slope,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), weight)
     assert all(torch.isfinite(t).all() for t in (logprobs, entropy, slope))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_soft_cap_has_the_values_and_gradients_of_the_whole_softmax(temperature: float) -> None:
+    hidden, weight, bias, targets = inputs()
+
+    def capped(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunked_logprobs(h, w, b, targets, temperature, 3, softcap=1.5)
+
+    wanted = reference(hidden, weight, bias, targets, temperature, 1.5)
+    torch.testing.assert_close(capped(hidden, weight, bias), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(capped, (hidden, weight, bias), check_undefined_grad=False)

@@ -554,7 +554,7 @@ def test_the_k1_penalty_in_the_reward_is_trls(seed: int) -> None:
 class Outputs:
     """In place of a model with TRL's fused head: log-probabilities, 0 where nothing is learned."""
 
-    training, is_gradient_checkpointing = True, False
+    training, is_gradient_checkpointing, _modules = True, False, ()
 
     def __init__(self, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
         zeros = torch.zeros_like(log_probs)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.training.plan import Row, pairs, plan, plan_json, tokens, weigh
+from vime.training.plan import Row, pairs, plan, plan_json, tokens, weigh, work
 
 
 def row(key: str, index: int, prompt: int, response: int, trained: int | None = None) -> Row:
@@ -94,6 +94,26 @@ def test_no_rows_are_an_empty_micro_batch_for_every_rank() -> None:
 def test_a_micro_batch_costs_each_prompt_once_and_each_response_less_its_last_token() -> None:
     assert tokens([row("a", 0, 10, 4), row("a", 1, 10, 1), row("b", 0, 7, 3)]) == 10 + 3 + 0 + 7 + 2
     assert tokens([]) == 0
+
+
+@given(*ARGUMENTS, st.integers(1, 64))
+def test_micro_batches_come_by_work_so_that_ranks_meet_after_like_amounts(
+    rows: list[Row], ranks: int, budget: int, hidden_size: int
+) -> None:
+    result = plan(rows, ranks, budget, hidden_size=hidden_size)
+    works = [[work(micro, hidden_size) for micro in rank] for rank in result]
+    for i in range(len(works[0]) - 1):
+        assert min(rank[i] for rank in works) >= max(rank[i + 1] for rank in works)
+
+
+def test_work_is_tokens_and_the_pairs_that_attention_sees() -> None:
+    assert work([row("a", 0, 10, 5), row("a", 1, 10, 3)], 2) == 10 + 4 + 2 + (50 + 4 * (10 + 2) + 2 * (10 + 1)) / 12
+
+
+def test_long_sequences_are_dealt_by_flops_where_tokens_would_not_tell() -> None:
+    rows = [row("long", 0, 1, 1001), *(row(f"short{i}", 0, 1, 11) for i in range(1000))]
+    loads = [work([r for micro in rank for r in micro], 8) for rank in plan(rows, 2, 100_000, hidden_size=8)]
+    assert max(loads) < 1.01 * min(loads)
 
 
 def test_the_plan_as_json_is_rows_of_plain_values() -> None:

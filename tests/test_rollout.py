@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import make_config, make_tokenizer
+from tests.tiny import make_config, make_tokenizer, scored_by
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal, account
-from vime.rollout.collect import Collector, Outcome, RolloutError, rollout_metrics
+from vime.inference.requests import Requests
 from vime.rollout.generate import Context
+from vime.rollout.outcome import Outcome, rollout_metrics
+from vime.rollout.scheduler import RolloutError, Scheduler
 from vime.sample import Task
 from vime.store.shared_memory import SharedMemoryStore
 
@@ -22,34 +24,31 @@ TASKS = [Task(f"t{i}", ({"role": "user", "content": "abc"[i % 3] * (i + 1)},), "
 
 
 class Bench:
-    """A collector on the shared server, with a reward of the test's own."""
+    """A scheduler on the shared server, with a reward of the test's own."""
 
     def __init__(self, run: Any, fleet: Any, folder: Path, reward: Callable[[Task, str], Any], **rollout: Any) -> None:
-        section = {"groups": 3, "samples_per_group": 4, "max_tokens": 6, "retries": 0, **rollout}
+        section = {"groups": 3, "samples_per_group": 4, "max_tokens": 6, "retries": 0, "concurrency": 8}
+        section |= {"request_timeout_s": 60, **rollout}
         self.config = make_config(folder, rollout=section)
         self.run = run
         self.context = Context(
-            servers=fleet.servers,
+            requests=Requests(fleet.front, fleet.gate, self.config.rollout),
             tokenizer=make_tokenizer(),
-            reward=reward,
+            score=scored_by(reward),
             sampling={"temperature": 1.0, "max_tokens": 6},
-            request_timeout_s=60,
-            reward_timeout_s=5,
-            retries=0,
-            slots=asyncio.Semaphore(8),
         )
         self.cursor = PromptCursor(TASKS, seed=0)
         self.journal = Journal(folder / "journal.jsonl")
         self.journal_path = folder / "journal.jsonl"
         self.store = SharedMemoryStore(folder / "store")
-        self.collector = self.make()
+        self.scheduler = self.make()
 
-    def make(self, **context: Any) -> Collector:
+    def make(self, **context: Any) -> Scheduler:
         self.context = replace(self.context, **context)
-        return Collector(self.config, self.context, self.cursor, self.journal, self.store)
+        return Scheduler(self.config, self.context, self.cursor, self.journal, self.store)
 
     def collect(self) -> list[Outcome]:
-        return self.run(self.collector.collect(0))
+        return self.run(self.scheduler.collect())
 
     def account(self) -> dict[str, Any]:
         self.journal.offset()
@@ -79,7 +78,7 @@ def test_a_batch_has_whole_groups_whose_payloads_are_what_the_server_sampled(ben
 
 def test_prompts_end_as_trained_and_their_payloads_are_dropped(bench: Any) -> None:
     made = bench(by_length)
-    made.collector.trained(made.collect(), step=1)
+    made.scheduler.trained(made.collect(), step=1)
     assert made.account() == {"taken": 3, "trained": 3, "filtered": {}, "open": [], "twice": []}
     assert not list(made.store.folder.iterdir()) and not made.cursor.open
 
@@ -105,7 +104,21 @@ def test_one_bad_sample_fails_alone(bench: Any) -> None:
     made = bench(fails_first)
     batch = made.collect()
     assert sorted(len(outcome.rows) for outcome in batch) == [3, 4, 4]
-    assert made.collector.failed_samples == 1 and "ValueError: no" in made.collector.last_error
+    assert made.scheduler.failed_samples == 1 and "ValueError: no" in made.scheduler.last_error
+
+
+def test_a_group_in_which_a_sample_failed_is_dropped_and_replaced_where_that_is_asked_for(bench: Any) -> None:
+    failing = iter([True])
+
+    def fails_first(task: Task, text: str) -> float:
+        if next(failing, False):
+            raise ValueError("no")
+        return by_length(task, text)
+
+    made = bench(fails_first, incomplete_groups="drop", max_refills=1)
+    batch = made.collect()
+    assert sorted((outcome.filtered or "", len(outcome.rows)) for outcome in batch) == [("", 4)] * 3 + [("failed", 0)]
+    assert made.account()["filtered"] == {"failed": 1}
 
 
 def test_when_no_sample_can_be_scored_the_batch_fails_with_the_cause(bench: Any) -> None:
@@ -119,13 +132,13 @@ def test_when_no_sample_can_be_scored_the_batch_fails_with_the_cause(bench: Any)
 
 
 def test_a_prompt_that_the_server_refuses_is_not_asked_again(bench: Any) -> None:
-    made = bench(by_length, max_refills=0)
-    made.collector = made.make(sampling={"max_tokens": -5}, retries=5)
+    made = bench(by_length, max_refills=0, retries=5)
+    made.scheduler = made.make(sampling={"max_tokens": -5})
     with pytest.raises(RolloutError, match="answered 4"):
         made.collect()
 
 
-def test_a_batch_that_is_given_up_returns_its_prompts_under_their_group_ids(bench: Any) -> None:
+def test_a_run_that_is_given_up_returns_its_prompts_under_their_group_ids(bench: Any) -> None:
     async def hangs(task: Task, text: str) -> float:
         await asyncio.sleep(60)
         return 0.0
@@ -133,11 +146,12 @@ def test_a_batch_that_is_given_up_returns_its_prompts_under_their_group_ids(benc
     made = bench(hangs)
 
     async def give_up() -> None:
-        task = asyncio.create_task(made.collector.collect(0))
+        task = asyncio.create_task(made.scheduler.collect())
         while len(made.cursor.open) < 3:
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        await made.scheduler.close()
 
     made.run(give_up())
     assert not made.cursor.open and [made.cursor.take()[0] for _ in range(4)] == [0, 1, 2, 3]

@@ -1,10 +1,14 @@
 """Samples and completions: one log-probability a token, versions told apart, and nothing padded or guessed."""
 
+import base64
+import io
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
-from vime.inference.client import InferenceError, parse_completion, parse_scores
+from vime.inference.client import Completion, InferenceError, decode, parse_completion, parse_scores
 from vime.sample import Group, Sample, Task, VersionSpan
 
 
@@ -30,9 +34,13 @@ def logprobs(*values: Any) -> dict[str, Any]:
     return {"content": [{"logprob": value} for value in values]}
 
 
+def parsed(answer: Any, *arguments: Any) -> Completion:
+    return parse_completion(decode(json.dumps(answer).encode()), *arguments)
+
+
 def refusal(answer: Any) -> str:
     with pytest.raises(InferenceError) as caught:
-        parse_completion(answer, 3)
+        parsed(answer, 3)
     return str(caught.value)
 
 
@@ -48,6 +56,7 @@ def test_every_response_token_is_trained_unless_said_otherwise() -> None:
         ({"logprobs": []}, "logprobs has 0 entries for 2 response tokens"),
         ({"logprobs": [-0.1, -0.1, -0.1]}, "logprobs has 3 entries for 2 response tokens"),
         ({"loss_mask": [1]}, "loss_mask has 1 entries for 2 response tokens"),
+        ({"experts": np.zeros((4, 1, 1))}, "experts has 4 entries for 4 tokens; all but the last must have one"),
     ],
 )
 def test_a_sample_without_one_value_a_token_cannot_be_made(changes: dict[str, Any], message: str) -> None:
@@ -55,8 +64,7 @@ def test_a_sample_without_one_value_a_token_cannot_be_made(changes: dict[str, An
         sample(**changes)
 
 
-def test_a_sample_is_as_old_as_its_oldest_token_and_truncated_only_by_length() -> None:
-    assert sample(versions=(VersionSpan(4, 0, 1), VersionSpan(3, 1, 2))).oldest_version == 3
+def test_a_sample_is_truncated_only_by_length() -> None:
     assert sample(finish_reason="length").truncated
     assert not sample(finish_reason="stop").truncated
 
@@ -67,7 +75,7 @@ def test_a_groups_rewards_are_those_of_its_scored_samples_in_order() -> None:
 
 
 def test_a_whole_response_is_taken_as_the_server_gave_it() -> None:
-    completion = parse_completion(body(), 3)
+    completion = parsed(body(), 3)
     assert completion.token_ids == [5, 6, 7]
     assert completion.logprobs == [-2.5, -3.0, -3.5]
     assert completion.finish_reason == "stop"
@@ -75,17 +83,17 @@ def test_a_whole_response_is_taken_as_the_server_gave_it() -> None:
 
 def test_without_versions_all_tokens_are_of_the_assumed_one() -> None:
     for answer in (body(), body(weight_versions=None), body(weight_versions=[])):
-        assert parse_completion(answer, 3).versions == (VersionSpan(3, 0, 3),)
+        assert parsed(answer, 3).versions == (VersionSpan(3, 0, 3),)
 
 
 def test_version_spans_are_the_servers_and_default_is_version_0() -> None:
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "42", "start": 1, "end": 3}]
-    assert parse_completion(body(weight_versions=spans), 3).versions == (VersionSpan(0, 0, 1), VersionSpan(42, 1, 3))
+    assert parsed(body(weight_versions=spans), 3).versions == (VersionSpan(0, 0, 1), VersionSpan(42, 1, 3))
 
 
 def test_log_probabilities_that_carry_their_token_must_carry_the_right_one() -> None:
     right = [{"token_id": t, "logprob": -1.0} for t in (5, 6, 7)]
-    assert parse_completion(body(logprobs={"content": right}), 0).logprobs == [-1.0] * 3
+    assert parsed(body(logprobs={"content": right}), 0).logprobs == [-1.0] * 3
     wrong = [*right[:2], {"token_id": 8, "logprob": -1.0}]
     assert "of other tokens than the ids" in refusal(body(logprobs={"content": wrong}))
 
@@ -100,13 +108,18 @@ def test_absent_log_probabilities_are_refused(absent: Any) -> None:
     assert "3 token ids and 0 log-probabilities" in refusal(body(logprobs=absent))
 
 
-@pytest.mark.parametrize("value", [float("nan"), -9999.0, float("-inf"), float("inf"), 0.25])
+@pytest.mark.parametrize("value", [-9999.0, 0.25])
 def test_a_log_probability_that_is_none_is_refused(value: float) -> None:
     assert "is not a finite number <= 0" in refusal(body(logprobs=logprobs(-1.0, value, -1.0)))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_what_is_no_number_in_json_is_refused(value: float) -> None:
+    assert "this is no generate response" in refusal(body(logprobs=logprobs(-1.0, value, -1.0)))
+
+
 def test_a_log_probability_of_zero_is_fine() -> None:
-    assert parse_completion(body(logprobs=logprobs(0.0, -0.0, -8999.0)), 0).logprobs[0] == 0.0
+    assert parsed(body(logprobs=logprobs(0.0, -0.0, -8999.0)), 0).logprobs[0] == 0.0
 
 
 @pytest.mark.parametrize("ids", [None, []])
@@ -121,7 +134,48 @@ def test_an_unknown_finish_is_refused(finish: Any) -> None:
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort"])
 def test_the_three_finishes_are_kept(finish: str) -> None:
-    assert parse_completion(body(finish_reason=finish), 0).finish_reason == finish
+    assert parsed(body(finish_reason=finish), 0).finish_reason == finish
+
+
+def encoded(experts: np.ndarray) -> str:
+    """As vLLM writes arrays."""
+    buffer = io.BytesIO()
+    np.save(buffer, experts, allow_pickle=False)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_experts_are_taken_where_they_are_asked_for_whatever_weights_made_their_tokens() -> None:
+    told = (
+        np.random.default_rng(0).integers(0, 300, (6, 4, 2)).astype(np.uint16)
+    )  # a prompt of 4, 3 of response, less one
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
+    answer = body(routed_experts=encoded(told), weight_versions=spans)
+    experts = parsed(answer, 0, 4).experts
+    assert experts is not None and experts.dtype == np.uint16 and np.array_equal(experts, told)
+    assert parsed(answer, 0).experts is None
+    for kind in (np.uint8, np.int32):
+        experts = parsed(body(routed_experts=encoded((told % 8).astype(kind))), 0, 4).experts
+        assert experts is not None and np.array_equal(experts, told % 8)
+        assert experts.dtype == (np.uint8 if kind is np.uint8 else np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (None, "has no routed experts, .* start the server with --enable-return-routed-experts"),
+        ("", "has no routed experts"),
+        ("AAAA", "the routed experts are no array"),
+        ("not base64!", "the routed experts are no array"),
+        (base64.b64encode(b"\x93NUMPY").decode(), "the routed experts are no array"),
+        (encoded(np.zeros((5, 4, 2), np.uint8)), r"uint8 \[5, 4, 2\]; needed are whole numbers, \[6, layers, experts"),
+        (encoded(np.zeros((6, 8), np.uint8)), r"uint8 \[6, 8\]"),
+        (encoded(np.zeros((6, 4, 2), np.float32)), "float32"),
+        (encoded(np.full((6, 4, 2), -1, np.int32)), "go from -1 to -1: some tokens have none"),
+    ],
+)
+def test_a_response_whose_experts_cannot_be_replayed_is_refused(told: Any, message: str) -> None:
+    with pytest.raises(InferenceError, match=message):
+        parsed(body(routed_experts=told), 0, 4)
 
 
 def without(name: str) -> dict[str, Any]:
@@ -148,19 +202,6 @@ def without(name: str) -> dict[str, Any]:
 )
 def test_an_answer_with_missing_fields_is_refused_as_an_inference_error(answer: Any) -> None:
     assert refusal(answer)
-
-
-def test_tokens_of_older_weights_are_taken_out_of_the_loss_and_counted() -> None:
-    spans = (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3), VersionSpan(3, 3, 5))
-    sample = Sample([1], [5] * 5, [-1.0] * 5, spans, "stop", "", loss_mask=[1, 0, 1, 1, 1])
-    assert sample.mask_stale(3) == 2  # one of the first two was no part of the loss
-    assert sample.loss_mask == [0, 0, 0, 1, 1]
-    assert sample.mask_stale(3) == 0
-
-
-def test_tokens_of_the_present_weights_stay_in_the_loss() -> None:
-    sample = Sample([1], [5] * 3, [-1.0] * 3, (VersionSpan(4, 0, 3),), "stop", "")
-    assert sample.mask_stale(4) == 0 and sample.loss_mask == [1, 1, 1]
 
 
 def scores(*entries: Any) -> list[float]:

@@ -15,15 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiny import make_config, make_tokenizer
-from vime.config.sections import Config, EvalSet
+from tests.tiny import make_config, make_tokenizer, scored_by
+from vime.config.sections import Config, EvalSet, Rollout
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal
 from vime.inference.client import Completion
+from vime.inference.gate import Gate
+from vime.inference.requests import Requests
 from vime.rewards.shaping import length_terms, overlong, shape
-from vime.rollout.collect import Collector, Outcome, rollout_metrics
 from vime.rollout.evaluate import evaluate_set
 from vime.rollout.generate import Context
+from vime.rollout.outcome import Outcome, rollout_metrics
+from vime.rollout.scheduler import Scheduler
 from vime.sample import Group, Sample, Task, VersionSpan
 from vime.store.shared_memory import SharedMemoryStore
 
@@ -157,23 +160,20 @@ class Scripted:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = itertools.cycle(lengths)
 
-    async def generate(
-        self, prompt: list[int], sampling: Any, timeout_s: float, version: int, session: str
-    ) -> Completion:
+    version = 0
+
+    async def generate(self, *_: Any, **__: Any) -> Completion:
         length = next(self.lengths)
-        return Completion([64] * length, [-0.5] * length, (VersionSpan(version, 0, length),), "stop")
+        return Completion([64] * length, [-0.5] * length, (VersionSpan(self.version, 0, length),), "stop")
 
 
 def context_of(lengths: list[int], reward: Any) -> Context:
+    section = Rollout(concurrency=1, request_timeout_s=5, retries=0)
     return Context(
-        servers=[Scripted(lengths)],  # type: ignore[list-item]
+        requests=Requests(Scripted(lengths), Gate(usable=True), section),  # type: ignore[arg-type]
         tokenizer=make_tokenizer(),
-        reward=reward,
-        sampling={},
-        request_timeout_s=5,
-        reward_timeout_s=5,
-        retries=0,
-        slots=asyncio.Semaphore(1),
+        score=scored_by(reward),
+        sampling={"max_tokens": 20},
     )
 
 
@@ -183,7 +183,7 @@ def collect(folder: Path, lengths: list[int], function: Any, **sections: dict[st
     config = config_of(**(sections | {"rollout": rollout | sections.get("rollout", {})}))
     journal = Journal(folder / "journal.jsonl")
     cursor, store = PromptCursor([TASK], seed=0), SharedMemoryStore(folder / "store")
-    batch = asyncio.run(Collector(config, context_of(lengths, function), cursor, journal, store).collect(0))
+    batch = asyncio.run(Scheduler(config, context_of(lengths, function), cursor, journal, store).collect())
     journal.close()
     return batch, (folder / "journal.jsonl").read_text()
 
@@ -246,6 +246,8 @@ def test_a_group_outside_the_accuracy_band_is_dropped_and_counted_by_its_raw_rew
 def test_evaluation_keeps_the_raw_reward(tmp_path: Path) -> None:
     config = config_of(reward={"overlong_buffer": 16, "length_penalty": 1.0})
     section = EvalSet(source="x", samples=2, temperature=1.0)
-    metrics, rows = asyncio.run(evaluate_set("held_out", section, [TASK], context_of([10, 16], short_is_right), config))
+    metrics, rows = asyncio.run(
+        evaluate_set("held_out", section, [TASK], context_of([10, 16], short_is_right), config, 0)
+    )
     assert [row["reward"] for row in rows] == [1.0, 0.0] and not any("reward_parts" in row for row in rows)
     assert metrics["eval/held_out/reward_mean"] == metrics["eval/held_out/pass@1"] == 0.5

@@ -34,6 +34,17 @@ def test_rows_come_back_as_they_were_put(tmp_path: Path) -> None:
         assert payload.loss_mask.tolist() == wanted.loss_mask and payload.loss_mask.dtype == np.uint8
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_experts_come_back_in_the_type_they_came_in_and_only_where_there_are_any(kind: type, tmp_path: Path) -> None:
+    store = SharedMemoryStore(tmp_path)
+    samples = [sample(2, 3, 0), sample(2, 4, 1)]
+    samples[1].experts = np.arange(5 * 3 * 2).reshape(5, 3, 2).astype(kind)
+    store.put("a", samples)
+    assert store.get("a", 0).experts is None
+    experts = store.get("a", 1).experts
+    assert experts is not None and experts.dtype == kind and np.array_equal(experts, samples[1].experts)
+
+
 def test_another_process_reads_the_same_folder(tmp_path: Path) -> None:
     SharedMemoryStore(tmp_path).put("a", [sample(2, 2, 0)])
     assert SharedMemoryStore(tmp_path).get("a", 0).prompt_ids.tolist() == sample(2, 2, 0).prompt_ids

@@ -53,7 +53,7 @@ def alive(pid: int) -> bool:
     """A process that runs; one that ended and only waits to be reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file is opened, or between that and reading it
         return False
 
 
@@ -140,6 +140,41 @@ def test_who_does_not_hear_sigterm_is_killed_after_the_grace(family: Family, nam
     family.wait(*names)
     assert stop(process) >= 0.4
     assert family.living() == []
+
+
+@pytest.mark.parametrize("names", CHAINS, ids="-".join)
+def test_kill_asks_nobody_to_end_first_and_ends_even_those_that_are_stopped(
+    family: Family, names: tuple[str, ...]
+) -> None:
+    process = Process("family", family.command(*names), family.folder / "log")
+    family.wait(*names)
+    os.kill(family.pids["child"], signal.SIGSTOP)
+    started = time.monotonic()
+    asyncio.run(asyncio.wait_for(process.kill(), DEADLINE_S))
+    assert time.monotonic() - started < supervise.GRACE_S / 2
+    assert family.living() == []
+    asyncio.run(process.kill())
+
+
+def test_a_supervisor_that_hangs_is_killed_and_its_command_with_it(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "GRACE_S", -2.0)  # so that stop waits for 1 s, not for 25
+    process = Process("family", family.command("child"), family.folder / "log")
+    family.wait("child")
+    process._popen.send_signal(signal.SIGSTOP)
+    stop(process)
+    eventually(lambda: not family.living(), "the command ends with its supervisor")
+
+
+def test_a_descriptor_that_is_passed_on_reaches_the_command(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    source = f"import os; os.write({write}, b'here')"
+    process = Process("writer", [sys.executable, "-I", "-S", "-c", source], tmp_path / "log", pass_fds=[write])
+    os.close(write)
+    with open(read, "rb") as end:
+        assert end.read() == b"here", "and the pipe ends with it"
+    stop(process)
 
 
 def test_what_a_command_leaves_behind_ends_with_it(family: Family) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
 import shutil
 from pathlib import Path
@@ -12,10 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_config
+from vime.checkpoint import Checkpoints
+from vime.cluster.local import ProcessError
 from vime.sample import Sample, VersionSpan
 from vime.store.shared_memory import SharedMemoryStore
 from vime.training.client import Trainer, TrainerError
 from vime.training.plan import Row, plan, plan_json, weigh
+from vime.training.shards import Saved
 
 STEPS = 3
 
@@ -93,7 +98,7 @@ class Runner:
 
         async def all_steps() -> list[dict[str, float]]:
             try:
-                await handle.start(state / "model" if state else model, state)
+                await handle.start(model, state)
                 metrics = []
                 for _ in range(steps):
                     metrics.append((await handle.train(updates, 10))["metrics"])
@@ -102,6 +107,7 @@ class Runner:
                 if save:
                     save.mkdir()
                     await handle.save(save)
+                    await handle.saved()
                 return metrics
             finally:
                 await handle.stop()
@@ -149,7 +155,7 @@ def test_small_micro_batches_give_the_losses_and_weights_of_large_ones(
 
 def test_activation_checkpointing_changes_nothing(runner: Runner, models: Any, baseline: Any) -> None:
     kind, *one = baseline
-    assert_same(one, runner.train(models(kind), f"recompute-{kind}", activation_checkpointing=True), 1e-6)
+    assert_same(one, runner.train(models(kind), f"recompute-{kind}", activation_checkpointing="selective"), 1e-6)
 
 
 def test_a_resumed_trainer_goes_on_as_if_never_stopped(runner: Runner, models: Any, tmp_path: Path) -> None:
@@ -203,3 +209,37 @@ def test_a_refused_command_says_why_and_the_trainer_lives_on(
             await trainer.stop()
 
     assert run(steps())["train/tokens"] > 0
+
+
+def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
+    run: Any, session: Any, models: Any, tmp_path: Path
+) -> None:
+    """A pipe in the place of a file keeps the writing from its end for as long as nobody reads it."""
+    config = make_config(models("untied"), trainer={"threads": 1, "device": "cpu", "ranks": 2})
+    store = SharedMemoryStore(tmp_path / "store")
+    updates = [plan_json(plan(weigh(make_rows(store), "token"), 2, 4096))]
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    trainer = Trainer(config, session, tmp_path, store.folder)
+
+    async def steps() -> None:
+        try:
+            await trainer.start(models("untied"))
+            await trainer.train(updates, 10)
+            await trainer.save(checkpoints.draft(1, {}, ""))
+            await trainer.saved()
+            checkpoints.commit(1)
+            draft = checkpoints.draft(2, {}, "")
+            os.mkfifo(draft / "trainer.json")
+            await trainer.save(draft)
+            saved = asyncio.create_task(trainer.saved())
+            assert (await trainer.train(updates, 10))["metrics"]["train/tokens"] > 0
+            assert not saved.done()
+            trainer.processes[1]._popen.kill()  # the kernel kills the rank with its supervisor
+            with pytest.raises(ProcessError, match="trainer rank 1 ended with exit code"):
+                await saved
+        finally:
+            await trainer.stop()
+
+    run(steps())
+    assert checkpoints.latest() == checkpoints.path(1)
+    assert len(Saved(checkpoints.latest() / "state").names) > 0

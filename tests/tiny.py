@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vime.config.sections import Config
+from vime.contract.inputs import make_tokenizer
+from vime.rewards import RewardError
+from vime.rewards.load import numbers_of
+from vime.rewards.scoring import Scored
+from vime.rollout.generate import Context, Score
+from vime.sample import Sample, Task
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def make_tokenizer() -> Any:
-    """A byte-level tokenizer of 256 bytes and a few special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]})
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+__all__ = ["make_config", "make_model", "make_tokenizer", "scored_by"]
 
 
 def make_model(folder: Path, kind: str, seed: int = 0) -> Path:
@@ -70,3 +60,17 @@ def make_config(model: Path, **sections: dict[str, Any]) -> Config:
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section
     return Config.model_validate(tree)
+
+
+def scored_by(reward: Callable[[Task, str], Any]) -> Score:
+    """A ``Context.score`` of a test's own function, called here instead of in a worker."""
+
+    async def score(context: Context, task: Task, sample: Sample) -> Scored:
+        try:
+            result = reward(task, sample.text)
+            numbers = numbers_of(await result if inspect.isawaitable(result) else result) or {}
+            return numbers.pop("reward"), numbers
+        except Exception as error:
+            raise RewardError(f"{type(error).__name__}: {error}") from None
+
+    return score

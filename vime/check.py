@@ -15,9 +15,9 @@ from typing import Any
 from vime.config.sections import Config
 from vime.job import Job
 from vime.loop import plan_updates, sync
-from vime.rollout.collect import Outcome
+from vime.rollout.outcome import Outcome
 from vime.training.plan import Row
-from vime.weights.channel import bound_of
+from vime.weights.probe import bound_of
 
 GROUPS = 4  # a check looks at this many prompts at most
 ENGINE_BOUNDS = {  # float32: rounding of another order of sums; bfloat16: of 8 bits of mantissa through all layers
@@ -74,19 +74,21 @@ async def check(job: Job) -> tuple[list[Comparison], list[str]]:
     """All comparisons, and notes on what was done for them."""
     config = job.config
     bound = bound_of(config)
-    await sync(job)
-    first = job.probe.results[-1]
-    batch = [o for o in await job.collector.collect(job.version) if o.filtered is None]
+    async with job.sync.lock:
+        await sync(job)
+    first = job.metrics["weights/probe_abs_diff_mean"]
+    batch = [o for o in await job.scheduler.collect() if o.filtered is None]
     batch, equal = with_differences(batch)
     updates = plan_updates(batch, config)
     folder = Path(config.run.dir, "weights")
-    engine = await job.trainer.compare(updates, folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    metrics = (await job.trainer.train(updates, job.optimizer_steps))["metrics"]
-    job.step += 1
-    await sync(job)
-    second = job.probe.results[-1]
-    rows = [comparison("start: server, trainer: logprob diff., mean", first.mean, bound)]
+    async with job.sync.lock:
+        engine = await job.trainer.compare(updates, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        metrics = (await job.trainer.train(updates, job.optimizer_steps))["metrics"]
+        job.step += 1
+        await sync(job)
+    second = job.metrics["weights/probe_abs_diff_mean"]
+    rows = [comparison("start: server, trainer: logprob diff., mean", first, bound)]
     if "server_mean" in engine:
         mean, worst = metrics["train/logprob_abs_diff_mean"], metrics["train/logprob_abs_diff_max"]
         rows += [
@@ -100,8 +102,13 @@ async def check(job: Job) -> tuple[list[Comparison], list[str]]:
         for name, text in ENGINE_NAMES.items()
         if name in engine
     ]
-    rows.append(comparison("step: server, trainer: logprob diff., mean", second.mean, bound))
+    rows.append(comparison("step: server, trainer: logprob diff., mean", second, bound))
     notes = [f"{len(batch)} groups, {metrics['train/tokens']:.0f} trained tokens, {config.model.dtype}"]
+    if "unreplayed_mean" in engine:
+        notes.append(
+            f"rollout: server, trainer: logprob difference, mean: {metrics['train/logprob_abs_diff_mean']:.3g} with the "
+            f"server's experts, {engine['unreplayed_mean']:.3g} with the trainer's own"
+        )
     if equal:
         notes.append(f"{equal} groups had equal rewards and got 0, 1, 0, 1, ... for the check")
     return rows, notes

@@ -1,4 +1,4 @@
-"""Functions of the user's, by dotted path: ``package.module:function`` or ``file.py:function``."""
+"""Functions of the user's, by dotted path, ``package.module:function`` or ``file.py:function``; and what makes built-in ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,31 @@ class FunctionError(Exception):
     """There is no such function, or it takes other arguments; the message names the path and the fix."""
 
 
-def user_function(path: str, arguments: int) -> Callable[..., Any]:
-    """The function at ``path``, which can be called with so many positional arguments; FunctionError if not."""
+DEADLINE = "deadline_s"
+"""argument of makers of built-ins that end by themselves before a call is late; it is no option"""
+
+
+def built_in(
+    maker: Callable[..., Any], title: str, options: Mapping[str, Any], deadline_s: float
+) -> Callable[..., Any]:
+    """What the maker makes of its options; FunctionError where it has no such option, or refuses its value."""
+    parameters = list(inspect.signature(maker).parameters)
+    known = [name for name in parameters if name != DEADLINE]
+    for option in options:
+        if option not in known:
+            raise FunctionError(f"{title} has no option {option!r}{nearest(option, known) if known else ''}")
+    try:
+        made: Callable[..., Any] = maker(**options, **({DEADLINE: deadline_s} if DEADLINE in parameters else {}))
+        return made
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise FunctionError(f"{title}: {error}") from None
+
+
+def user_function(path: str, arguments: int | None, keywords: Collection[str] = ()) -> Callable[..., Any]:
+    """The function at ``path``, which can be called with so many positional arguments, or any, and these others by name;
+    FunctionError if not."""
     place, _, attribute = path.rpartition(":")
     module = load_module(place, path)
     found = getattr(module, attribute, None)
@@ -29,15 +53,24 @@ def user_function(path: str, arguments: int) -> Callable[..., Any]:
         raise FunctionError(f"{path}: {place} has no {attribute!r}{nearest(attribute, names) if names else ''}")
     if not callable(found):
         raise FunctionError(f"{path} is a {type(found).__name__}, not a function")
+    if arguments is None:
+        return found
     try:
         signature = inspect.signature(found)
     except ValueError:  # some of C's have none
         return found
     try:
-        signature.bind(*[None] * arguments)
+        signature.bind(*[None] * arguments, **dict.fromkeys(keywords))
     except TypeError:
-        raise FunctionError(f"{path}{signature} cannot be called with {arguments} arguments") from None
+        given = ", ".join(keywords) if keywords else f"{arguments} arguments"
+        raise FunctionError(f"{path}{signature} cannot be called with {given}") from None
     return found
+
+
+def cause_of(error: BaseException) -> str:
+    """What a function of the user's raised, and where: its kind, its text, the file and the line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def load_module(place: str, path: str) -> ModuleType:

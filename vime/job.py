@@ -5,65 +5,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
-import shutil
-import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from vime import __version__
-from vime.checkpoint import CheckpointError, Checkpoints, read_state
-from vime.config.load import ConfigError, dump
+from vime.cluster.open_files import connections_allowed
+from vime.config.algorithms import warnings
+from vime.config.load import ConfigError
 from vime.config.nearest import nearest
-from vime.config.sections import Config, DataSet
-from vime.data.cursor import PromptCursor
+from vime.config.sections import Config
 from vime.data.journal import Journal
-from vime.data.sources import distinct, load_tasks, split_held_out
+from vime.data.load import known_tasks, load_data, make_cursor
 from vime.functions import FunctionError, user_function
-from vime.inference.server import Fleet, scoring_server
+from vime.inference.fleet import Fleet, scoring_server
+from vime.inference.poller import LoadPoller
+from vime.inference.requests import Requests
+from vime.inference.roster import Roster
+from vime.inference.rounds import Rounds
+from vime.observe.garbage import Garbage
+from vime.observe.lag import LoopLag
 from vime.observe.live import LiveView
-from vime.observe.metrics import Recorder, rewind
-from vime.observe.report import write_report
-from vime.rewards import load_rewards
-from vime.rollout.collect import Collector, Outcome, rollout_metrics
+from vime.rewards.scoring import Rewards
+from vime.rollout.admission import Admission
+from vime.rollout.dumps import Head, remove_later, write_dump
 from vime.rollout.evaluate import evaluate
-from vime.rollout.generate import Context
+from vime.rollout.generate import Context, load_generate
+from vime.rollout.outcome import Outcome, rollout_metrics
+from vime.rollout.scheduler import Scheduler
+from vime.run import Run, load_tokenizer
 from vime.sample import Task
-from vime.store.shared_memory import SharedMemoryStore
-from vime.training.client import Trainer
-from vime.weights.channel import CHANNELS, Probe, SharedMemoryChannel
-
-
-def tasks_of(section: DataSet) -> list[Task]:
-    return load_tasks(
-        section.source,
-        size=section.size,
-        seed=section.seed,
-        options=section.options,
-        prompt_key=section.prompt_key,
-        answer_key=section.answer_key,
-        system=section.system,
-        template=section.template,
-    )
-
-
-def load_held_out(config: Config) -> dict[str, list[Task]]:
-    """The evaluation sets by name, each prompt once."""
-    return {name: distinct(tasks_of(section)) for name, section in config.eval.sets.items()}
-
-
-def load_data(config: Config) -> tuple[list[Task], dict[str, list[Task]]]:
-    """Training tasks, without any prompt of an evaluation set, and the evaluation sets by name."""
-    held_out = load_held_out(config)
-    return split_held_out(tasks_of(config.data), [t for tasks in held_out.values() for t in tasks]), held_out
+from vime.slime.batch import collected
+from vime.slime.driver import Hooks
+from vime.slime.hooks import wrong_hooks
+from vime.slime.parts import make_hooks, make_scheduler, open_rewards, scoring, with_source
+from vime.slime.rollout import evaluated_by
+from vime.slime.sources import PromptSource
+from vime.tools.calls import Tools
+from vime.weights.adapters import AdapterChannel
+from vime.weights.channel import CHANNELS
+from vime.weights.probe import Probe
+from vime.weights.sync import Sync, Unchanged
 
 
 def check_functions(config: Config) -> None:
-    """Refuses an advantage or objective of the user's that cannot be loaded or called, before anything starts."""
+    """Refuses a function of the user's that cannot be loaded or called, before anything starts."""
+    check_generate(config.rollout.generate, "rollout.generate", config)
     named = {"advantage": (config.algorithm.advantage, 1), "objective": (config.algorithm.objective, 2)}
     for option, (name, arguments) in named.items():
         if ":" in name:
@@ -71,47 +60,62 @@ def check_functions(config: Config) -> None:
                 user_function(name, arguments)
             except FunctionError as error:
                 raise ConfigError(f"algorithm.{option}: {error}") from None
+    if faults := wrong_hooks(config):
+        raise ConfigError("\n".join(faults))
 
 
-def check_responses(config: Config, tasks: list[Task]) -> None:
-    """Refuses tasks without the given responses that data.response_keys names."""
-    for key in config.data.response_keys:
-        for task in tasks:
+def check_generate(name: str, where: str, config: Config) -> None:
+    try:
+        load_generate(name, config.rollout.generate_timeout_s)
+    except FunctionError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def check_tasks(config: Config, tasks: Iterable[Task], response_keys: Sequence[str] = ()) -> None:
+    """Refuses tasks whose generate function cannot be loaded, or without the given responses that ``response_keys`` names."""
+    checked: set[str] = set()
+    for task in tasks:
+        if task.generate and task.generate not in checked:
+            check_generate(task.generate, f"task {task.id}: its generate function", config)
+            checked.add(task.generate)
+        for key in response_keys:
             if not isinstance(task.metadata.get(key), str):
                 raise ConfigError(
                     f"data.response_keys: task {task.id} has no text {key!r}{nearest(key, [*task.metadata])}"
                 )
 
 
-def load_tokenizer(config: Config) -> Any:
-    """The model folder's tokenizer; ConfigError where it has no chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: its tokenizer has no chat template; add chat_template.jinja"
-        )
-    return tokenizer
-
-
-def make_context(config: Config, fleet: Fleet, tokenizer: Any) -> Context:
+def make_context(
+    config: Config, fleet: Fleet, rewards: Rewards, tools: Tools, tokenizer: Any, hooks: Hooks | None = None
+) -> Context:
     rollout = config.rollout
+    score, group_score = scoring(rewards, hooks)
     return Context(
-        servers=fleet.servers,
+        requests=Requests(
+            fleet.front,
+            fleet.gate,
+            rollout,
+            Rounds(fleet.front, config.run.seed) if config.run.deterministic else None,
+        ),
         tokenizer=tokenizer,
-        reward=load_rewards(config.reward),
+        score=score,
+        group_score=group_score,
+        call_tool=tools.call,
         sampling={
             "temperature": rollout.temperature,
             "max_tokens": rollout.max_tokens,
             "stop_token_ids": rollout.stop_token_ids,
         },
-        request_timeout_s=rollout.request_timeout_s,
-        reward_timeout_s=config.reward.timeout_s,
-        retries=rollout.retries,
-        slots=asyncio.Semaphore(rollout.concurrency),
         response_keys=tuple(config.data.response_keys),
+        routed=config.algorithm.router_replay == "server",
+        slime=hooks,
     )
+
+
+def make_poller(context: Context, fleet: Fleet) -> LoadPoller:
+    requests = context.requests
+    admission = Admission(requests.maximum, requests.section.max_tokens)
+    return LoadPoller(lambda: fleet.serving, requests.limiter, admission)
 
 
 async def add_scorers(context: Context, config: Config, session: aiohttp.ClientSession) -> Context:
@@ -121,31 +125,34 @@ async def add_scorers(context: Context, config: Config, session: aiohttp.ClientS
     return dataclasses.replace(context, scorers=found)
 
 
-class Job:
-    """State of a run in one place: the step, the parts, what has been measured of the current step."""
+class Job(Run):
+    """A run of ``vime train``."""
+
+    kind = "train"
+    journal_file = "journal.jsonl"
 
     def __init__(self, config: Config, view: LiveView, started: float) -> None:
-        self.config, self.view, self.started = config, view, started
-        self.run_dir = Path(config.run.dir)
-        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", config.checkpoint.keep)
-        self.step = 0
-        self.metrics: dict[str, float] = {}
-        self.history: list[dict[str, float]] = []
-        self.evals: list[tuple[int, dict[str, float]]] = []
-        self.best: tuple[float, int] | None = None
-        self.seconds_before, self.syncs_before = 0.0, 0  # of the runs that this one resumes
-        self.stop_requested = False
+        super().__init__(config, config, view, started)
+        self.config = config
+        self.syncs_before = 0  # of the runs that this one resumes
+        self.meters: list[Callable[[], dict[str, float]]] = []
+        """what its parts have measured since they were asked last"""
+        self.evaluation: tuple[int, asyncio.Task[tuple[dict[str, float], list[dict[str, Any]]]]] | None = None
+        """the evaluation under way: the step whose weights it measures, and its task"""
 
     # The parts, set by ``open_job``.
-    trainer: Trainer
-    channel: SharedMemoryChannel
-    probe: Probe
-    collector: Collector
-    cursor: PromptCursor
+    fleet: Fleet
+    poller: LoadPoller
+    lag: LoopLag
+    garbage: Garbage
+    sync: Sync | Unchanged
+    scheduler: Scheduler
+    rewards: Rewards
+    tools: Tools
     context: Context
-    recorder: Recorder
     journal: Journal
     eval_tasks: dict[str, list[Task]]
+    prompt_source: PromptSource
 
     @property
     def version(self) -> int:
@@ -153,114 +160,138 @@ class Job:
         return self.step
 
     @property
-    def optimizer_steps(self) -> int:
-        """Of the whole run: what the learning-rate schedule spans."""
-        return self.config.run.steps * self.config.algorithm.updates
+    def steps(self) -> int:
+        return self.config.run.steps
 
-    @contextlib.contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        """Adds the time inside to the step's ``time/PHASE``, in seconds, and shows the phase."""
-        if phase != "step":
-            self.view.phase(phase)
-        started = time.perf_counter()
-        yield
-        self.metrics[f"time/{phase}"] = self.metrics.get(f"time/{phase}", 0.0) + time.perf_counter() - started
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.config.algorithm.updates
 
     def show_progress(self, done: int, total: int) -> None:
         self.view.phase("rollout", f"{done}/{total} groups")
 
-    def due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0
+    @property
+    def default_metric(self) -> str:
+        return f"eval/{next(iter(self.config.eval.sets), '')}/pass@1"
 
-    def is_last(self) -> bool:
-        """Whether the run ends with this step: all are done, time is up, or an interrupt came. Ask once a step."""
-        limit = self.config.run.time_limit_minutes
-        late = limit is not None and time.monotonic() - self.started > limit * 60
-        return self.step >= self.config.run.steps or late or self.stop_requested
+    def make_sync(self) -> Sync | Unchanged:
+        config = self.config
+        kind = AdapterChannel if config.lora.by_adapter else CHANNELS[config.weights.channel]
+        channel = kind(config, self.trainer, self.fleet, self.memory / "weights")
+        prompts = [self.context.prompt_ids(task) for task in self.cursor.first(config.weights.probe_prompts)]
+        return Sync(config, self.fleet, channel, Probe(config, self.trainer, prompts), self.poller.updating)
 
-    async def evaluate(self) -> bool:
-        """Evaluates all sets; True where the best metric improved."""
-        if not self.config.eval.sets:
+    async def dump(self, batch: list[Outcome]) -> None:
+        """Writes the batch to disk before it is trained, where it is the turn of this step."""
+        every, step = self.config.log.dump_every, self.step + 1
+        if every and step % every == 0:
+            with self.clock("dump"):
+                head = Head(step, self.scheduler.batch_version, self.scheduler.seconds)
+                await asyncio.to_thread(write_dump, self.run_dir, head, batch, self.store)
+
+    async def evaluate(self, names: list[str], last: bool = False) -> bool:
+        """Evaluates these sets, one after the other; with eval.background only begins to, but for the last. True where a
+        checkpoint of the step is, or may turn out to be, the best."""
+        if not names:
             return False
+        await self.evaluated()  # one at a time
+        self.owed = names
+        self.evaluation = self.step, asyncio.create_task(self._evaluate(names))
+        if self.config.eval.background and not last:
+            return any(self.best_metric.startswith(f"eval/{name}/") for name in names)
+        return await self.evaluated()
+
+    async def _evaluate(self, names: list[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        tasks = {name: self.eval_tasks[name] for name in names}
+        hooks = self.context.slime
+        if hooks is not None and "eval" in hooks:
+            return await evaluated_by(hooks, self, names)
+        if not (adapter := self.fleet.front.adapter):
+            return await evaluate(self.config, tasks, self.context)
+        context = dataclasses.replace(self.context, requests=self.context.requests.naming(adapter))
+        assert isinstance(self.sync, Sync)
+        with self.sync.keeping(adapter):
+            return await evaluate(self.config, tasks, context)
+
+    async def evaluated(self) -> bool:
+        """Waits for the evaluation that is under way, if any, and notes it; True where the best metric improved."""
+        if self.evaluation is None:
+            return False
+        step, task = self.evaluation
         with self.clock("eval"):
-            metrics, rows = await evaluate(self.config, self.eval_tasks, self.context_now())
-        self.evals.append((self.step, metrics))
-        self.recorder.log("eval", self.step, metrics)
-        self.recorder.samples(self.step, rows)
-        self.view.update("eval", self.step, metrics)
-        name = self.config.checkpoint.best_metric or f"eval/{next(iter(self.config.eval.sets))}/pass@1"
-        if name not in metrics:
-            raise ConfigError(f"checkpoint.best_metric = {name!r} is not measured; measured: {', '.join(metrics)}")
-        improved = self.best is None or metrics[name] > self.best[0]
-        if improved:
-            self.best = (metrics[name], self.step)
-        return improved
+            metrics, rows = await task
+        self.evaluation = None
+        self.recorder.samples(step, rows)
+        hooks = self.context.slime
+        unsent = await hooks.log_evaluation(self, step, metrics) if hooks is not None else ()
+        return self.note_evaluation(step, metrics, unsent)
 
-    def context_now(self) -> Context:
-        return dataclasses.replace(self.context, version=self.version)
+    async def let_evaluation_end(self) -> None:
+        """Before servers get other weights: an evaluation under way ends, unless it names its adapter. It is not waited for
+        while no server serves: what is left of it would wait for the weights that come."""
+        if self.evaluation is None:
+            return
+        _, task = self.evaluation
+        if not self.config.lora.by_adapter:
+            with self.clock("eval"):
+                while not task.done() and self.fleet.gate.is_open:
+                    await asyncio.wait({task}, timeout=1.0)
+        if task.done():
+            await self.evaluated()
 
-    async def save(self) -> None:
-        """Writes a checkpoint of this step: trainer, cursor, files' lengths, configuration."""
-        with self.clock("checkpoint"):
-            draft = self.checkpoints.draft(self.step)
-            await self.trainer.save(draft)
-            self.context.tokenizer.save_pretrained(draft / "model")
-            state = {
-                "vime": __version__,
-                "step": self.step,
-                "version": self.version,
-                "cursor": self.cursor.state(),
-                "offsets": {**self.recorder.offsets(), "journal.jsonl": self.journal.offset()},
-                "evals": self.evals,
-                "history": self.history,
-                "best": self.best,
-                "best_step": self.best[1] if self.best else None,
-                "syncs": self.syncs_before + len(self.probe.results),
-                "seconds": self.seconds_before + time.monotonic() - self.started,
-            }
-            await asyncio.to_thread(self.checkpoints.commit, self.step, state, dump(self.config))
+    async def collect(self) -> list[Outcome]:
+        """The step's batch, after the functions of [slime] that look at batches."""
+        batch = await self.scheduler.collect(self.show_progress)
+        hooks = self.context.slime
+        return batch if hooks is None else await collected(hooks, self, batch)
 
-    def restore(self, checkpoint: Path) -> None:
-        """Takes up the state of a checkpoint; the append-only files go back to its lengths."""
-        state = read_state(checkpoint)
-        if state["step"] >= self.config.run.steps:
-            raise CheckpointError(
-                f"{checkpoint} is at step {state['step']} of run.steps = {self.config.run.steps}: nothing is left to do; "
-                "raise it with --run.steps N"
-            )
-        self.step = state["step"]
-        self.evals = [(step, metrics) for step, metrics in state["evals"]]
-        self.history = state["history"]
-        self.best = tuple(state["best"]) if state["best"] else None  # type: ignore[assignment]
-        self.seconds_before, self.syncs_before = state["seconds"], state["syncs"]
-        self.cursor.load(state["cursor"])
-        rewind(self.run_dir, state["offsets"])
+    async def save(self, last: bool) -> None:
+        """A checkpoint holds what the evaluations of earlier steps came to."""
+        if self.evaluation and self.evaluation[0] < self.step:
+            await self.evaluated()
+        await super().save(last)
 
-    def record(self, batch: list[Outcome]) -> None:
-        """Logs the step that has ended and starts measuring the next. A checkpoint's time counts to the step after it."""
-        self.metrics |= rollout_metrics(batch, self.collector.failed_samples, self.metrics["time/rollout"])
-        if self.config.algorithm.mask_stale:
-            self.metrics["rollout/stale_tokens_masked"] = self.collector.stale_tokens
-        self.history.append(self.metrics)
-        self.recorder.log("step", self.step, self.metrics)
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        state["offsets"]["journal.jsonl"] = self.journal.offset()
+        return state | {
+            "version": self.version,
+            "syncs": self.syncs_before + self.sync.count,
+        }
+
+    def held(self) -> list[int]:
+        return list(self.scheduler.ready)
+
+    async def add_to(self, draft: Path) -> None:
+        await self.scheduler.save(draft / "ready")
+
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        state = super().restore(checkpoint)
+        self.syncs_before = state["syncs"]
+        remove_later(self.run_dir, self.step)
+        return state
+
+    def record_batch(self, batch: list[Outcome]) -> None:
+        """Logs the step that has ended with its batch."""
+        self.metrics |= rollout_metrics(batch, self.scheduler.batch_version, self.scheduler.seconds)
+        for measured in self.meters:
+            self.metrics |= measured()
+        self.metrics["driver/lag_max_ms"] = max(self.lag.take())
         kept = [row for one in batch for row in one.log_rows]
         self.recorder.samples(self.step, kept[: self.config.log.samples_per_step])
-        self.view.update("step", self.step, self.metrics)
-        self.metrics = {}
+        self.record()
+        self.garbage.between_steps()
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, for ``summary.json``."""
 
-        def total(name: str) -> float:
-            return sum(step.get(name, 0.0) for step in self.history)
-
         def mean(name: str) -> float | None:
-            return total(name) / len(self.history) if self.history else None
+            return self.total(name) / len(self.history) if self.history else None
 
-        metric = f"eval/{next(iter(self.config.eval.sets), '')}/pass@1"
-        seconds_train = total("time/train")
+        metric = self.default_metric
+        seconds_rollout, seconds_train = self.total("rollout/seconds"), self.total("time/train")
         return {
-            "task": self.config.data.source,
+            "task": ", ".join(section.source for section in self.config.data.members.values()),
             "model": self.config.model.path,
             "dtype": self.config.model.dtype,
             "steps": self.step,
@@ -271,113 +302,78 @@ class Job:
             "reward_last": self.history[-1]["reward/mean"] if self.history else None,
             "logprob_abs_diff_mean": mean("train/logprob_abs_diff_mean"),
             "logprob_abs_diff_max": max((s.get("train/logprob_abs_diff_max", 0.0) for s in self.history), default=None),
-            "rollout_tokens_per_s": total("rollout/response_tokens") / total("time/rollout") if self.history else None,
-            "train_tokens_per_s": total("train/packed_tokens") / seconds_train if seconds_train else None,
+            "rollout_tokens_per_s": self.total("rollout/response_tokens") / seconds_rollout
+            if seconds_rollout
+            else None,
+            "train_tokens_per_s": self.total("train/packed_tokens") / seconds_train if seconds_train else None,
+            "train_memory_peak_gib": max((s.get("train/memory_peak_gib", 0.0) for s in self.history), default=None),
             "seconds_total": self.seconds_before + time.monotonic() - self.started,
-            "weight_syncs": self.syncs_before + len(self.probe.results),
-            "weight_probe_failures": self.probe.failures,  # one ends the run
+            "weight_syncs": self.syncs_before + self.sync.count,
+            "weight_probe_failures": self.sync.failures,  # one ends the run, or the use of a server that joins
+            "server_restarts": self.total("servers/restarts"),
         }
-
-    def finish(self) -> Path:
-        """Writes ``summary.json`` and ``report.html``; returns the report's path."""
-        (self.run_dir / "summary.json").write_text(json.dumps(self.summary(), indent=2) + "\n")
-        return write_report(self.run_dir)
-
-
-RUN_FILES = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "journal.jsonl",
-    "summary.json",
-    "report.html",
-    "config.toml",
-    "config.json",
-)
-
-
-def prepare_folder(job: Job, resume: bool) -> Path | None:
-    """The checkpoint to resume from, or None after making sure that no earlier run is overwritten."""
-    if resume:
-        return job.checkpoints.latest()
-    if job.checkpoints.steps():
-        raise CheckpointError(
-            f"{job.run_dir} holds a run with checkpoints; go on with it by --resume, or name another folder with "
-            "--run.dir DIR, or remove it"
-        )
-    if job.run_dir.exists() and not (job.run_dir / "journal.jsonl").exists() and any(job.run_dir.iterdir()):
-        raise CheckpointError(f"{job.run_dir} holds other files and no run; name another folder with --run.dir DIR")
-    for name in RUN_FILES:  # of a run that never came to a checkpoint: nothing in it can be resumed
-        (job.run_dir / name).unlink(missing_ok=True)
-    for name in ("logs", "tensorboard", "checkpoints"):
-        shutil.rmtree(job.run_dir / name, ignore_errors=True)
-    return None
 
 
 @contextlib.asynccontextmanager
-async def open_job(config: Config, view: LiveView, resume: bool) -> AsyncIterator[Job]:
+async def open_job(config: Config, view: LiveView, resume: bool, kind: type[Job] = Job) -> AsyncIterator[Job]:
     """Makes all parts, starts servers and trainer side by side, and closes everything whatever happens."""
-    job = Job(config, view, time.monotonic())
-    checkpoint = prepare_folder(job, resume)
+    job = kind(config, view, time.monotonic())
+    checkpoint = job.prepare_folder(resume)
     check_functions(config)
-    train_tasks, job.eval_tasks = load_data(config)
-    check_responses(config, train_tasks)
-    tokenizer = load_tokenizer(config)
-    job.cursor = PromptCursor(train_tasks, config.run.seed)
+    connections_allowed(config.rollout.concurrency)
+    for line in warnings(config):
+        view.message(f"note: {line}")
+    prompts, job.eval_tasks = load_data(config)
+    known = known_tasks(prompts)
+    check_tasks(config, known, config.data.response_keys)
+    held_out = [task for tasks in job.eval_tasks.values() for task in tasks]
+    check_tasks(config, held_out)
+    job.tokenizer = load_tokenizer(config.model.path)
+    hooks = make_hooks(config, job.run_dir / "logs")
+    job.cursor = with_source(make_cursor(config, prompts), config, hooks)
     if checkpoint:
         job.restore(checkpoint)
-    job.run_dir.mkdir(parents=True, exist_ok=True)
-    (job.run_dir / "config.toml").write_text(dump(config))
-    memory = Path(config.weights.dir, f"vime-{job.run_dir.absolute().as_posix().strip('/').replace('/', '-')}")
-    shutil.rmtree(memory, ignore_errors=True)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        job.recorder = Recorder(
-            job.run_dir, config.log.sinks, job.run_dir.name, config.model_dump(), append=bool(checkpoint)
-        )
-        stack.callback(job.recorder.close)
-        job.journal = Journal(job.run_dir / "journal.jsonl")
+    async with job.opened(bool(checkpoint)) as session, contextlib.AsyncExitStack() as stack:
+        job.journal = Journal(job.run_dir / job.journal_file)
         stack.callback(job.journal.close)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        fleet = Fleet(config, session, job.run_dir / "logs")
+        view.phase("starting", "the workers of rewards and tools")
+        job.rewards = await stack.enter_async_context(
+            open_rewards(config, job.run_dir / "logs", [*known, *held_out], hooks)
+        )
+        job.tools = await stack.enter_async_context(Tools(config.tools, job.run_dir / "logs"))
+        roster = Roster(job.run_dir)
+        stack.callback(roster.close)
+        fleet = job.fleet = Fleet(config, session, job.run_dir / "logs", roster)
+        fleet.say = view.message
         stack.push_async_callback(fleet.stop)
-        store = SharedMemoryStore(memory / "store")
-        job.trainer = Trainer(config, session, job.run_dir, store.folder)
-        stack.push_async_callback(job.trainer.stop)
-        model = checkpoint / "model" if checkpoint else Path(config.model.path)
         view.phase("starting", "vLLM and the trainer")
         await asyncio.gather(
-            fleet.start(lambda text: view.phase("starting", text)), job.trainer.start(model, checkpoint)
+            fleet.start(lambda text: view.phase("starting", text)),
+            start_trainer(job, Path(config.model.path), checkpoint),
         )
-        job.context = await add_scorers(make_context(config, fleet, tokenizer), config, session)
-        job.collector = Collector(config, job.context, job.cursor, job.journal, store)
-        job.channel = CHANNELS[config.weights.channel](config, job.trainer, fleet.servers, memory / "weights")
-        prompts = [job.context.prompt_ids(task) for task in train_tasks[: config.weights.probe_prompts]]
-        job.probe = Probe(config, job.trainer, fleet.servers, prompts)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, request_stop, job, asyncio.current_task())
-        watch = asyncio.create_task(watch_processes(fleet, asyncio.current_task()))
-        stack.callback(watch.cancel)
-        try:
+        job.context = await add_scorers(
+            make_context(config, fleet, job.rewards, job.tools, job.tokenizer, hooks), config, session
+        )
+        job.poller = await stack.enter_async_context(make_poller(job.context, fleet))
+        job.lag = LoopLag()
+        stack.enter_context(job.lag.measured())
+        job.garbage = stack.enter_context(Garbage())
+        job.scheduler = make_scheduler(job)
+        stack.push_async_callback(job.scheduler.close)
+        job.meters = [job.scheduler.counts, job.rewards.counts, job.tools.counts, job.poller.metrics, fleet.metrics]
+        if hooks is not None:
+            job.meters.append(lambda: hooks.metrics(job.scheduler))
+        if checkpoint:
+            job.scheduler.restore(checkpoint / "ready")
+        job.sync = job.make_sync()
+        if config.inference.urls:
+            stack.push_async_callback(job.sync.close)
+        stack.callback(lambda: job.evaluation and job.evaluation[1].cancel())
+        async with fleet.watched(job.sync.join), job.running():
             yield job
-        except BaseException:
-            fleet.check()  # a server or a rank that ended is the cause; what it broke is not
-            job.trainer.check()
-            raise
 
 
-def request_stop(job: Job, main: asyncio.Task[Any] | None) -> None:
-    """The first interrupt ends the run after the step, checkpoint and all; the second ends it now."""
-    if job.stop_requested and main:
-        main.cancel()
-    job.stop_requested = True
-    job.view.message("stopping after this step, with a checkpoint; interrupt again to stop now")
-
-
-async def watch_processes(fleet: Fleet, main: asyncio.Task[Any] | None) -> None:
-    """Cancels the run when a server or the router ends; ``fleet.check`` then says which and why."""
-    while True:
-        await asyncio.sleep(1.0)
-        if any(process.exit_code is not None for process in fleet.processes) and main:
-            main.cancel()
-            return
+async def start_trainer(job: Job, model: Path, checkpoint: Path | None) -> None:
+    """Starts the ranks and says how much memory they will take."""
+    await job.trainer.start(model, checkpoint)
+    job.view.message(await job.trainer.memory())

@@ -6,7 +6,10 @@ Pure data: imports neither torch nor a network. Token ids are the ids the server
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: ``{"role": ..., "content": ...}``."""
@@ -17,14 +20,24 @@ class Task:
     """One prompt row: what is asked, and what a reward needs to judge the reply.
 
     ``id`` is stable across runs and resumes: it names the row, not the draw. ``messages`` is what the chat template
-    renders; ``answer`` is the reference answer as text, or None; ``metadata`` is JSON-serialisable and is passed to the
-    reward untouched.
+    renders, with ``tools``, in the OpenAI form; ``answer`` is the reference answer as text, or None; ``metadata`` is
+    JSON-serialisable and is passed to the reward untouched. ``reward`` and ``generate`` name the row's own functions, where
+    they are not the run's. ``source`` is its source's name in a mixture.
     """
 
     id: str
     messages: tuple[Message, ...]
     answer: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+    reward: str | None = None
+    generate: str | None = None
+    source: str = ""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from others, as JSON."""
+        return [self.id, self.messages, self.answer, self.metadata, self.tools, self.reward, self.generate]
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,10 @@ class Sample:
     sampling temperature; NaN where no server sampled the response) and ``loss_mask`` (1: trained) have one entry per
     response token, and so have ``reference`` and ``teacher``, the log-probabilities of other models, where a server was
     asked for them; ``versions`` are spans over response tokens. ``finish_reason`` is "stop", "length" or "abort".
-    ``rollout`` numbers the generate call within the group: samples of one call share it.
+    ``experts`` says, of a model with experts, where each token but the last was routed when it was sampled: uint8 or uint16
+    [prompt + response - 1, layers, experts a token]; None where no server told.
+    ``rollout`` numbers the generate call within the group: samples of one call share it. ``metadata``, JSON, is what a
+    generate function wants the reward to see beside the task's own.
     """
 
     prompt_ids: list[int]
@@ -59,6 +75,8 @@ class Sample:
     rollout: int = 0
     reference: list[float] | None = None
     teacher: list[float] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    experts: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         self.loss_mask = self.loss_mask or [1] * len(self.response_ids)
@@ -66,22 +84,15 @@ class Sample:
             found, expected = len(getattr(self, name)), len(self.response_ids)
             if found != expected:
                 raise ValueError(f"{name} has {found} entries for {expected} response tokens; they must be one to one")
+        tokens = len(self.prompt_ids) + len(self.response_ids)
+        if self.experts is not None and len(self.experts) != tokens - 1:
+            raise ValueError(
+                f"experts has {len(self.experts)} entries for {tokens} tokens; all but the last must have one"
+            )
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
-
-    @property
-    def oldest_version(self) -> int:
-        return min(span.version for span in self.versions)
-
-    def mask_stale(self, version: int) -> int:
-        """Takes response tokens of weights older than ``version`` out of the loss; returns how many of them were in it."""
-        before = sum(self.loss_mask)
-        for span in self.versions:
-            if span.version < version:
-                self.loss_mask[span.start : span.end] = [0] * (span.end - span.start)
-        return before - sum(self.loss_mask)
 
 
 @dataclass

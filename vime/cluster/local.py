@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,9 +44,16 @@ def useful_lines(log: Path, count: int = 12) -> str:
 
 
 class Process:
-    """One supervised child. ``name`` is for messages; output goes to ``log``."""
+    """One supervised child. ``name`` is for messages; output goes to ``log``; it gets the descriptors ``pass_fds``."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.name, self.command, self.log = name, list(command), log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -55,6 +64,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     @property
@@ -69,9 +79,19 @@ class Process:
                 f"{self.name} ended with exit code {self.exit_code}; the end of {self.log}:\n{useful_lines(self.log)}"
             )
 
+    async def kill(self) -> None:
+        """As ``stop``, but nobody is asked to end first: for what hangs."""
+        if self._popen.stdin and not self._popen.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                os.write(self._popen.stdin.fileno(), supervise.KILL)
+        await self.stop()
+
     async def stop(self) -> None:
         """Ends the process and everything it started; returns when nothing is left."""
         if self._popen.stdin and not self._popen.stdin.closed:
             self._popen.stdin.close()
+        deadline = time.monotonic() + 2 * supervise.GRACE_S + 5
         while self._popen.poll() is None:
+            if time.monotonic() > deadline:  # the supervisor itself hangs; with it goes what it supervises
+                self._popen.kill()
             await asyncio.sleep(0.02)

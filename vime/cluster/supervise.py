@@ -2,10 +2,11 @@
 
     python supervise.py COMMAND ...     standard input: a pipe whose other end the owner holds
 
-The command gets a process group of its own. When the pipe closes (the owner ended, even by ``kill -9``), on SIGTERM, or
-when the command ends, the whole group is ended: SIGTERM, then SIGKILL after GRACE_S. Children that left the group are
-adopted (sub-reaper) and killed too. If this process is itself killed, the kernel kills the command (parent-death signal).
-Standard library only: it must start in milliseconds.
+The command gets a process group of its own, and the descriptors that the owner passed on. When the pipe closes (the owner
+ended, even by ``kill -9``), on SIGTERM, or when the command ends, the whole group is ended: SIGTERM, then SIGKILL after
+GRACE_S; SIGKILL at once when KILL comes through the pipe. Children that left the group are adopted (sub-reaper) and killed
+too. If this process is itself killed, the kernel kills the command (parent-death signal). Standard library only: it must
+start in milliseconds.
 """
 
 import ctypes
@@ -17,6 +18,8 @@ import sys
 import time
 
 GRACE_S = 10.0
+KILL = b"k"
+TERM_THEN_KILL = (signal.SIGTERM, signal.SIGKILL)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -34,9 +37,9 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def end_group(group: int) -> None:
-    """SIGTERM to the group and to our children, also those adopted meanwhile; SIGKILL to what is left after GRACE_S."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
+def end_group(group: int, signals: tuple[int, ...] = TERM_THEN_KILL) -> None:
+    """Each signal to the group and to our children, also those adopted meanwhile; the next to what is left after GRACE_S."""
+    for sent in signals:
         try:
             os.killpg(group, sent)
         except ProcessLookupError:
@@ -66,9 +69,10 @@ def main() -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     child = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, close_fds=True
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, close_fds=False
     )
     code = None
+    signals: tuple[int, ...] = TERM_THEN_KILL
     while code is None:
         ready, _, _ = select.select([0, ended_read], [], [])
         if ended_read in ready:
@@ -76,9 +80,11 @@ def main() -> int:
             if any(n != signal.SIGCHLD for n in numbers):
                 break
             code = child.poll()
-        if 0 in ready and not os.read(0, 1):
+        if 0 in ready:
+            if os.read(0, 1) == KILL:
+                signals = (signal.SIGKILL,)
             break
-    end_group(child.pid)
+    end_group(child.pid, signals)
     if code is None:
         return 143
     return code if code >= 0 else 128 - code

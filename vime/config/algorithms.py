@@ -18,7 +18,6 @@ OBJECTIVES = (
     "dppo_kl",
     "clip_cov",
     "kl_cov",
-    "sft",
     "dpo",
 )
 WEIGHING = ("tis", "tis_sequence", "mis", "icepop")  # corrections that carry the importance ratio itself
@@ -30,16 +29,23 @@ def unknown(option: str, name: str, known: Sequence[str]) -> list[str]:
     return [f"algorithm.{option} = {name!r} is not known{nearest(name, known)} Your own would be module:function"]
 
 
+def unknown_objective(name: str) -> list[str]:
+    if name == "sft":
+        return ['algorithm.objective = "sft": supervised fine-tuning needs no servers; run `vime sft CONFIG.toml`']
+    return unknown("objective", name, OBJECTIVES)
+
+
 def impossible_algorithms(config: Config) -> list[str]:
     """One line a fault."""
     algorithm = config.algorithm
     return [
         *unknown("advantage", algorithm.advantage, [*ESTIMATORS, *TOKEN_LEVEL]),
-        *unknown("objective", algorithm.objective, OBJECTIVES),
+        *unknown_objective(algorithm.objective),
         *impossible_groups(config),
         *impossible_objectives(config),
         *impossible_models(config),
         *impossible_corrections(config),
+        *impossible_routing(config),
     ]
 
 
@@ -54,10 +60,11 @@ def impossible_groups(config: Config) -> list[str]:
             f"group: set {'two keys' if keys else 'rollout.samples_per_group >= 2'}, or an advantage that does not, e.g. "
             "batch_norm or reinforce_pp"
         )
-    if keys and algorithm.objective not in ("sft", "dpo"):
+    if keys and algorithm.objective != "dpo":
         faults.append(
             f"data.response_keys = {keys} with algorithm.objective = {algorithm.objective!r}: given responses have no "
-            'behaviour log-probabilities; set algorithm.objective = "sft" or "dpo", or remove the keys'
+            'behaviour log-probabilities; set algorithm.objective = "dpo" or remove the keys. To learn given responses '
+            "as they are, run `vime sft`"
         )
     if keys and rollout.filter != "none":
         faults.append(
@@ -81,11 +88,6 @@ def impossible_objectives(config: Config) -> list[str]:
                 f"algorithm.objective = 'dpo' with rollout.filter = {rollout.filter!r}: a group of equal rewards has no "
                 'pair; set rollout.filter = "zero_variance"'
             )
-    if algorithm.objective == "sft" and algorithm.advantage != "constant":
-        faults.append(
-            f"algorithm.objective = 'sft' with advantage = {algorithm.advantage!r}, which it would ignore; set "
-            'advantage = "constant"'
-        )
     if algorithm.dual_clip is not None and algorithm.objective not in ("ppo", "gspo", "clip_cov"):
         faults.append(
             f"algorithm.dual_clip = {algorithm.dual_clip} with objective = {algorithm.objective!r}, which has none; "
@@ -151,3 +153,29 @@ def impossible_corrections(config: Config) -> list[str]:
         if bounds.low is not None and bounds.high is not None and bounds.low > bounds.high:
             faults.append(f"algorithm.corrections.{name}: low = {bounds.low} is over high = {bounds.high}; swap them")
     return faults
+
+
+def impossible_routing(config: Config) -> list[str]:
+    algorithm, faults = config.algorithm, []
+    if algorithm.router_replay == "server" and config.data.response_keys:
+        faults.append(
+            f"algorithm.router_replay = 'server' with data.response_keys = {config.data.response_keys}: no server samples "
+            'given responses, so none tells their experts; set router_replay = "none"'
+        )
+    if algorithm.router_replay == "trainer" and algorithm.updates == 1:
+        faults.append(
+            "algorithm.router_replay = 'trainer' with algorithm.updates = 1: the only update routes as itself; set "
+            'updates >= 2, or router_replay = "server" or "none"'
+        )
+    return faults
+
+
+def warnings(config: Config) -> list[str]:
+    """What runs, but hardly as it is meant."""
+    algorithm, staleness = config.algorithm, config.rollout.max_staleness
+    if staleness and not algorithm.corrections and algorithm.old_logprobs == "proximal" and not algorithm.mask_stale:
+        return [
+            f"rollout.max_staleness = {staleness} without a correction: tokens of older weights are trained as if they were of "
+            'the present ones; set [algorithm.corrections.tis], or algorithm.old_logprobs = "behaviour"'
+        ]
+    return []

@@ -10,7 +10,7 @@ SHAPED_PARTS = ("raw", "overlong", "length")  # what shaping adds to a sample's 
 def impossible_rewards(config: Config) -> list[str]:
     """One line a fault."""
     rollout, reward, faults = config.rollout, config.reward, []
-    for option in ("function", "options"):
+    for option in ("function", "options", "group"):
         if reward.parts and option in reward.model_fields_set:
             faults.append(
                 f"reward.{option} = {getattr(reward, option)!r} and reward.parts are both set; remove one of them, or set "

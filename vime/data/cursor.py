@@ -2,91 +2,125 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic
 
-from vime.sample import Task
+from vime.data.orders import CursorError, Epochs, Item, Prompts
 
+__all__ = ["CursorError", "PromptCursor"]
 
-class CursorError(Exception):
-    """No tasks, a saved state of other data, or a prompt that is not out; the message says which."""
+Place = tuple[str, int]
+"""a source's name, and a prompt's number in it"""
 
 
-class PromptCursor:
-    """Shuffled epochs over the tasks. The order of epoch e depends on (seed, e) only.
+def equal(name: str, step: int) -> float:
+    return 1.0
 
-    A prompt taken is open until ``finish``. Prompts given back, and those open when the state was saved, come again
-    before any new one, under the group id they had.
+
+class PromptCursor(Generic[Item]):
+    """Prompts of one source or of several by weight, in an order that depends on nothing but the seed, the steps in which
+    they are taken, and, where sources heed it, how the responses passed.
+
+    Of several, the one comes next that is furthest behind its share: after any number of prompts each source is within a few
+    of its weight's part. A prompt taken is open until ``finish``. Prompts given back, and those open when the state was
+    saved, come again before any new one, under the group id they had.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        if not tasks:
-            raise CursorError("there are no tasks to take prompts from; see data.source")
-        self.tasks, self.seed = tasks, seed
+    def __init__(
+        self,
+        sources: Sequence[Item] | Mapping[str, Prompts[Item]],
+        seed: int,
+        weight: Callable[[str, int], float] = equal,
+    ) -> None:
+        """``weight(name, step)`` of a source; a sequence of tasks is one source."""
+        self.sources: Mapping[str, Prompts[Item]] = (
+            sources if isinstance(sources, Mapping) else {"": Epochs(sources, seed)}
+        )
+        self.seed, self.weight = seed, weight
         self.drawn = 0  # new prompts drawn since the start; also the next group id
-        self.open: dict[int, int] = {}  # group id -> task index
-        self.buffer: list[tuple[int, int]] = []
-        self._order: tuple[int, list[int]] = (-1, [])
+        self.open: dict[int, Place] = {}  # by group id
+        self.buffer: list[tuple[int, Place]] = []
+        self.behind = dict.fromkeys(self.sources, 0.0)  # prompts that each source is owed, below 0: has had too many
+        self._identity = {name: source.identity() | {"seed": seed} for name, source in self.sources.items()}
 
-    def _index(self, draw: int) -> int:
-        epoch, place = divmod(draw, len(self.tasks))
-        if self._order[0] != epoch:
-            order = list(range(len(self.tasks)))
-            random.Random(f"{self.seed}:{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1][place]
+    def _next(self, step: int) -> Place:
+        weights = {name: weight for name in self.sources if (weight := self.weight(name, step)) > 0}
+        for name, weight in weights.items():
+            self.behind[name] += weight / sum(weights.values())
+        name = max(weights, key=self.behind.__getitem__)
+        self.behind[name] -= 1
+        return name, self.sources[name].draw()
 
-    def take(self) -> tuple[int, Task]:
-        """The next prompt with its group id."""
+    def take(self, step: int = 0) -> tuple[int, Item]:
+        """The next prompt with its group id; ``step`` is the one whose weights count."""
         if self.buffer:
-            group_id, index = self.buffer.pop(0)
+            group_id, (name, number) = self.buffer.pop(0)
         else:
-            group_id, index = self.drawn, self._index(self.drawn)
+            group_id, (name, number) = self.drawn, self._next(step)
             self.drawn += 1
-        self.open[group_id] = index
-        return group_id, self.tasks[index]
+        self.open[group_id] = name, number
+        return group_id, self.sources[name].item(number)
+
+    def first(self, count: int) -> list[Item]:
+        """Some prompts, of all sources in turn, without taking them."""
+        found = [source.first(count) for source in self.sources.values()]
+        return [some[place] for place in range(count) for some in found if place < len(some)][:count]
+
+    def task_of(self, group_id: int) -> Item:
+        """Of a prompt that is open."""
+        name, number = self.open[group_id]
+        return self.sources[name].item(number)
 
     def give_back(self, group_id: int) -> None:
         """The prompt was neither trained nor filtered: it comes again."""
         self.buffer.append((group_id, self._close(group_id)))
         self.buffer.sort()
 
-    def finish(self, group_id: int) -> None:
-        """The prompt was trained or filtered."""
-        self._close(group_id)
+    def finish(self, group_id: int, passed: float | None = None) -> None:
+        """The prompt was trained or filtered; ``passed`` is the share of its responses that passed, where it is known."""
+        name, number = self._close(group_id)
+        self.sources[name].done(number, passed)
 
-    def _close(self, group_id: int) -> int:
+    def _close(self, group_id: int) -> Place:
         if group_id not in self.open:
             raise CursorError(f"group {group_id} is not out: it was never taken, or was finished or given back already")
         return self.open.pop(group_id)
 
-    def _digest(self) -> str:
-        rows = [[task.id, task.messages, task.answer] for task in self.tasks]
-        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
-
-    def state(self) -> dict[str, Any]:
-        """JSON-serialisable; open prompts are in it as buffered."""
+    def state(self, held: Collection[int] = ()) -> dict[str, Any]:
+        """JSON-serialisable; open prompts are in it as buffered, but for those of ``held`` groups, which are saved elsewhere."""
+        again = [(group_id, place) for group_id, place in self.open.items() if group_id not in held]
         return {
-            "tasks": len(self.tasks),
-            "digest": self._digest(),
-            "seed": self.seed,
+            "identity": self._identity,
             "drawn": self.drawn,
-            "buffer": sorted([*self.buffer, *self.open.items()]),
+            "buffer": sorted([*self.buffer, *again]),
+            "held": [(group_id, self.open[group_id]) for group_id in held],
+            "behind": self.behind,
+            "sources": {name: source.state() for name, source in self.sources.items()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes up a saved state; CursorError where it is of other tasks or another seed."""
-        mine = self.state()
-        for name in ("tasks", "digest", "seed"):
-            was = state[name]
-            if was != mine[name]:
-                raise CursorError(
-                    f"the checkpoint's prompts are others: {name} was {was}, is {mine[name]}; "
-                    "resume with the data, the evaluation sets and the seed it was made with"
-                )
-        self.drawn = state["drawn"]
-        self.buffer = [(group_id, index) for group_id, index in state["buffer"]]
-        self.open = {}
+        if "identity" not in state:
+            raise CursorError(
+                "the checkpoint is of an earlier vime, whose order of prompts was another; start a new run"
+            )
+        was, mine = state["identity"], self._identity
+        if was.keys() != mine.keys():
+            before, now = (", ".join(filter(None, names)) or "one source" for names in (was, mine))
+            raise CursorError(
+                f"the checkpoint's data.mixture is another: it was of {before}, is of {now}; resume with the sources it was "
+                "made with (a weight may be another, also 0)"
+            )
+        for name, identity in mine.items():
+            for what, value in identity.items():
+                if was[name].get(what) != value:
+                    where = f"data.mixture.{name}: " if name else ""
+                    raise CursorError(
+                        f"the checkpoint's prompts are others: {where}{what} was {was[name].get(what)}, is {value}; "
+                        "resume with the data, the evaluation sets and the seed it was made with"
+                    )
+        self.drawn, self.behind = state["drawn"], state["behind"]
+        self.buffer = [(group_id, (name, number)) for group_id, (name, number) in state["buffer"]]
+        self.open = {group_id: (name, number) for group_id, (name, number) in state["held"]}
+        for name, source in self.sources.items():
+            source.load(state["sources"][name])

@@ -4,92 +4,198 @@ from __future__ import annotations
 
 import json
 import string
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
+from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from vime.config.nearest import nearest
+from vime.data import DataError
+from vime.data.own import Endless, own_rows, taken
 from vime.sample import Task
 
-GENERATED = "reasoning-gym:"
-
-
-class DataError(Exception):
-    """The data cannot be used; the message names the source, the place and the fix."""
+GENERATED = {
+    "reasoning-gym": "vime.envs.reasoning_gym",
+    "verifiers": "vime.envs.verifiers",
+    "openenv": "vime.envs.openenv",
+}
+"""By what stands before the ``:`` of a source, the module whose ``rows(name, size, seed, options)`` it is. The columns of such
+rows have fixed names."""
 
 
 def load_tasks(
-    source: str,
+    source: str, *, size: int | None = None, seed: int = 0, options: dict[str, Any] | None = None, **columns: Any
+) -> list[Task]:
+    """All tasks of a source, in its order; ``columns`` as of ``task_of``. Raises DataError."""
+    return each_row(source, size, seed, options or {}, partial(task_of, **fixed(source, columns)))
+
+
+def fixed(source: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a source, whose names are fixed where it is generated."""
+    if source.partition(":")[0] not in GENERATED:
+        return columns
+    return columns | {f"{column}_key": column for column in ("prompt", "answer", "tools", "generate")}
+
+
+def task_of(
+    name: str,
+    row: dict[str, Any],
+    where: str,
     *,
-    size: int | None = None,
-    seed: int = 0,
-    options: dict[str, Any] | None = None,
     prompt_key: str = "prompt",
     answer_key: str = "answer",
+    tools_key: str = "tools",
+    reward_key: str | None = None,
+    generate_key: str | None = None,
+    reward: str | None = None,
+    generate: str | None = None,
     system: str | None = None,
     template: str | None = None,
-) -> list[Task]:
-    """All tasks of a source, in its order.
+) -> Task:
+    """A row's task. Its prompt is text or a list of chat messages; columns that have no other meaning become metadata.
+    ``template`` is a format string around a text prompt and may name any column. Raises DataError."""
+    messages = prompt_messages(row, prompt_key, system, template, where)
+    answer = row.get(answer_key)
+    taken = (prompt_key, answer_key, tools_key, reward_key, generate_key, "id")
+    return Task(
+        name,
+        messages,
+        None if answer is None else str(answer),
+        plain({key: value for key, value in row.items() if key not in taken}, where),
+        tuple(tools_of(row, tools_key, where)),
+        named_in(row, reward_key, where) or reward,
+        named_in(row, generate_key, where) or generate,
+    )
 
-    ``source``: ``reasoning-gym:NAME``, a .jsonl, .json or .parquet file, or a folder for ``datasets``. A row's prompt
-    is text or a list of chat messages; columns other than prompt, answer and id become metadata. ``template`` is a
-    format string around a text prompt and may name any column. Raises DataError.
-    """
-    if source.startswith(GENERATED):
-        name = source.removeprefix(GENERATED)
-        rows: Iterable[dict[str, Any]] = generated_rows(name, size, seed, options or {})
-        prompt_key, answer_key = "prompt", "answer"
-    else:
-        name = source
-        rows = file_rows(Path(source), options or {})
+
+def open_rows(source: str, size: int | None, seed: int, options: dict[str, Any]) -> Iterable[dict[str, Any]] | Endless:
+    """The rows of a source; of an endless one the source itself."""
+    kind, _, name = source.partition(":")
+    if kind in GENERATED:
+        rows: Iterable[dict[str, Any]] = import_module(GENERATED[kind]).rows(name, size, seed, options)
+        return rows
+    if source.rpartition(":")[2].isidentifier() and ":" in source and not Path(source).exists():
+        return own_rows(source, options)
+    return file_rows(Path(source), options)
+
+
+def each_row(
+    source: str,
+    size: int | None,
+    seed: int,
+    options: dict[str, Any],
+    make: Callable[[str, dict[str, Any], str], Task],
+) -> list[Task]:
+    """``make(id, row, where)`` of each row of a source, in its order; ids are the rows' own or tell their place."""
+    return made_of(open_rows(source, size, seed, options), source, size, make)
+
+
+def made_of(
+    rows: Iterable[dict[str, Any]] | Endless,
+    source: str,
+    size: int | None,
+    make: Callable[[str, dict[str, Any], str], Task],
+) -> list[Task]:
+    """As ``each_row``, of rows that are open."""
+    if isinstance(rows, Endless):
+        if size is None:
+            raise DataError(f"{source} is endless and needs a size here; set it")
+        rows = taken(rows, source, size)
+    kind, _, name = source.partition(":")
     tasks: list[Task] = []
     seen: dict[str, int] = {}
     for index, row in enumerate(islice(rows, size)):
-        task = make_task(f"{name}/{index}", index, row, prompt_key, answer_key, system, template, source)
-        if task.id in seen:
-            raise DataError(f"{source}: rows {seen[task.id]} and {index} have the same id {task.id!r}; make ids unique")
-        seen[task.id] = index
-        tasks.append(task)
+        own = row_id(row, name if kind in GENERATED else source, index)
+        if own in seen:
+            raise DataError(f"{source}: rows {seen[own]} and {index} have the same id {own!r}; make ids unique")
+        seen[own] = index
+        tasks.append(make(own, row, f"{source}, row {index}"))
     if not tasks:
         raise DataError(f"{source} holds no rows")
     return tasks
 
 
-def make_task(
-    default_id: str,
-    index: int,
-    row: dict[str, Any],
-    prompt_key: str,
-    answer_key: str,
-    system: str | None,
-    template: str | None,
-    source: str,
-) -> Task:
+def row_id(row: dict[str, Any], name: str, index: int) -> str:
+    return f"{name}/{index}" if row.get("id") is None else str(row["id"])
+
+
+def named_in(row: dict[str, Any], key: str | None, where: str) -> str | None:
+    """The function that a column names, None where it names none."""
+    value = None if key is None else row.get(key)
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{where}: {key!r} is no function's name: {value!r:.80}; it is text, a built-in or module:function"
+        )
+    return value or None
+
+
+def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    """A column's tool definitions in the OpenAI form; none where it has no value."""
+    tools = given_tools(row, key, where)
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if (
+            not isinstance(function, dict)
+            or tool.get("type") != "function"
+            or not isinstance(function.get("name"), str)
+        ):
+            raise DataError(
+                f"{where}: tool {number} of {key!r} is not of the form {{type: function, function: {{name, description, "
+                f"parameters}}}}: {tool!r:.80}"
+            )
+        if not isinstance(function.get("parameters", {}), dict):
+            raise DataError(f"{where}: tool {function['name']!r} of {key!r}: parameters is no JSON schema, an object")
+    return tools
+
+
+def given_tools(row: dict[str, Any], key: str, where: str) -> list[Any]:
+    """A column's list of tools, which may be JSON text."""
+    value = row.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: {key!r} is no JSON: {error}") from None
+    if value and not isinstance(value, list):
+        raise DataError(f"{where}: {key!r} is no list of tools: {value!r:.80}")
+    return list(without_nulls(value)) if value else []
+
+
+def without_nulls(value: Any) -> Any:
+    """Without keys whose value is null: Arrow gives every message all the keys that any has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def prompt_messages(
+    row: dict[str, Any], prompt_key: str, system: str | None, template: str | None, where: str
+) -> tuple[dict[str, Any], ...]:
+    """The messages of a row's prompt, text or a list of messages, with template and system message put in."""
     if prompt_key not in row:
-        raise DataError(f"{source}, row {index}: no column {prompt_key!r}{nearest(prompt_key, list(row))}")
+        raise DataError(f"{where}: no column {prompt_key!r}{nearest(prompt_key, list(row))}")
     prompt = row[prompt_key]
     if isinstance(prompt, str):
-        messages: list[dict[str, Any]] = [{"role": "user", "content": fill(template, prompt, row, source)}]
-    elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": fill(template, prompt, row, where)}]
+    elif is_messages(prompt):
         if template:
             raise DataError(
-                f"{source}, row {index}: a template wraps text, but {prompt_key!r} is a list of messages; "
-                "remove the template"
+                f"{where}: a template wraps text, but {prompt_key!r} is a list of messages; remove the template"
             )
-        messages = [dict(message) for message in prompt]
+        messages = without_nulls(prompt)
     else:
-        raise DataError(f"{source}, row {index}: {prompt_key!r} is neither text nor a list of messages: {prompt!r:.80}")
+        raise DataError(f"{where}: {prompt_key!r} is neither text nor a list of messages: {prompt!r:.80}")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    answer = row.get(answer_key)
-    metadata = {key: value for key, value in row.items() if key not in (prompt_key, answer_key, "id")}
-    name = default_id if row.get("id") is None else str(row["id"])
-    where = f"{source}, row {index}"
-    return Task(name, tuple(messages), None if answer is None else str(answer), plain(metadata, where))
+    return tuple(messages)
+
+
+def is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def plain(metadata: dict[str, Any], where: str) -> dict[str, Any]:
@@ -109,7 +215,7 @@ def _text(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def fill(template: str | None, prompt: str, row: dict[str, Any], source: str) -> str:
+def fill(template: str | None, prompt: str, row: dict[str, Any], where: str) -> str:
     """``template`` with {prompt} and the row's columns put in."""
     if template is None:
         return prompt
@@ -118,45 +224,12 @@ def fill(template: str | None, prompt: str, row: dict[str, Any], source: str) ->
         for _, name, _, _ in string.Formatter().parse(template):
             if name is not None and name.split(".")[0].split("[")[0] not in columns:
                 hint = nearest(name, list(columns))
-                raise DataError(f"{source}: the template names {{{name}}}, which the rows do not have{hint}")
+                raise DataError(f"{where}: the template names {{{name}}}, which the rows do not have{hint}")
         return template.format(**columns)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
-            f"{source}: the template {template!r} cannot be filled: {error}; a literal brace is doubled"
+            f"{where}: the template {template!r} cannot be filled: {error}; a literal brace is doubled"
         ) from None
-
-
-def generated_rows(name: str, size: int | None, seed: int, options: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Rows of a reasoning-gym data set; ``entry`` is kept for its own scorer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports, when that is first compiled
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-
-    if name not in DATASETS:
-        raise DataError(f"reasoning-gym has no data set {name!r}{_close(name, list(DATASETS))}")
-    if size is None:
-        raise DataError(f"{GENERATED}{name} is generated and needs a size; set data.size (or the evaluation set's)")
-    known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("size", "seed")]
-    for option in options:
-        if option not in known:
-            raise DataError(f"{GENERATED}{name} has no option {option!r}{nearest(option, known)}")
-    try:
-        dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise DataError(f"{GENERATED}{name} refuses its options {options}: {error}") from None
-    for entry in dataset:
-        kept = json.loads(json.dumps({"answer": entry["answer"], "metadata": entry["metadata"]}, default=str))
-        yield {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": name, "entry": kept}
-
-
-def _close(name: str, known: list[str]) -> str:
-    hint = nearest(name, known)
-    return (
-        hint
-        if "did you mean" in hint
-        else f"; it has {len(known)}, see `python -c 'from reasoning_gym.factory import DATASETS; print(*DATASETS)'`"
-    )
 
 
 def file_rows(path: Path, options: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -232,19 +305,20 @@ def json_fault(path: Path) -> str:
     return ""
 
 
-def _content(task: Task) -> str:
-    return json.dumps(task.messages, sort_keys=True)
+def content(task: Task) -> str:
+    """What makes two prompts the same: the messages, and, of an environment, what it is reset with."""
+    return json.dumps([task.messages, task.metadata.get("episode")], sort_keys=True)
 
 
 def distinct(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks without those whose messages came before: a generated set repeats itself."""
-    return list({_content(task): task for task in reversed(tasks)}.values())[::-1]
+    """The tasks without those whose prompt came before: a generated set repeats itself."""
+    return list({content(task): task for task in reversed(tasks)}.values())[::-1]
 
 
 def split_held_out(train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
-    """The training tasks whose messages are in no evaluation set; DataError where none is left."""
-    held = set(map(_content, held_out))
-    kept = [task for task in train if _content(task) not in held]
+    """The training tasks whose prompts are in no evaluation set; DataError where none is left."""
+    held = set(map(content, held_out))
+    kept = [task for task in train if content(task) not in held]
     if not kept:
         raise DataError(f"all {len(train)} training prompts are evaluation prompts too; use other data or another seed")
     return kept

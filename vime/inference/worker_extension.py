@@ -92,6 +92,20 @@ def repack_tied_heads(model: Any) -> None:
             method.process_weights_after_loading(module)
 
 
+def open_for_copies(model: Any) -> None:
+    """gpt-oss's loader copies sinks and experts straight into the parameters, past the wrapped loaders that a layerwise reload
+    counts: into meta tensors, where they would be lost. Makes those parameters real and their layers count as loaded."""
+    if "GptOss" not in type(model).__name__:
+        return
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, materialize_layer
+
+    for layer in model.modules():
+        if {"sinks", "w13_weight"} & dict(layer.named_parameters(recurse=False)).keys():
+            info = get_layerwise_info(layer)
+            materialize_layer(layer, info)
+            info.load_numel = 1
+
+
 class FilesEngine(WeightTransferEngine[FilesInit, FilesUpdate]):
     """Loads each version from the files of its own folder."""
 
@@ -112,6 +126,7 @@ class FilesEngine(WeightTransferEngine[FilesInit, FilesUpdate]):
         if self.device.type == "cpu":
             forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
+        open_for_copies(self.model)
         model: Any = self.model
         model.load_weights(tensors(update_info.path))
 
@@ -134,4 +149,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Mixed into the worker by vLLM; importing this module is all it is for."""
+    """Mixed into the worker by vLLM."""
+
+    def seed_sampling(self, seed: int) -> None:
+        """The tokens sampled from here on depend on the seed and on what is asked, no longer on what came before."""
+        torch.manual_seed(seed)

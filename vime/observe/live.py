@@ -54,16 +54,24 @@ ROWS: tuple[Row, ...] = (
     ("rollout", "{} tok/s", ("rollout/tokens_per_s",)),
     ("train", "{} tok/s", ("train/tokens_per_s",)),
     ("loss", "{}", ("train/loss",)),
+    ("accuracy", "{}", ("train/accuracy",)),
+    ("margin", "{}", ("train/margin",)),
+    ("memory", "{} GiB", ("train/memory_peak_gib",)),
     ("lr", "{}", ("train/lr",)),
     ("staleness", "{} ≤{}", ("rollout/staleness_mean", "rollout/staleness_max")),
     ("version", "{}", ("weights/version",)),
     ("zero variance", "{}", ("reward/zero_variance_fraction",)),
     ("filtered", "{}", ("rollout/filtered",)),
     ("prompt", "{} tokens", ("rollout/prompt_tokens_mean",)),
+    ("in flight", "{} ≤{}", ("servers/running", "servers/cap")),
+    ("servers idle", "{}", ("servers/idle_fraction",)),
+    ("driver lag", "{} ms", ("driver/lag_max_ms",)),
 )
 """What is shown of a step: label, form, metrics. A row appears once its first metric does; "3 ≤7" is mean, maximum."""
 PLAIN_ROWS = 10
 """A plain line has the first rows only: what one looks at to see whether a run is healthy."""
+UNREWARDED = ("loss", "accuracy", "margin")
+"""And these where there is no reward."""
 KNOWN = {name for _, _, row in ROWS for name in row} | {"reward/mean", "reward/std"}
 
 
@@ -166,6 +174,7 @@ class LiveView:
         if "reward/mean" in metrics:
             parts.append(f"reward {_reward(metrics)}")
         wanted = [label for label, _, _ in ROWS[:PLAIN_ROWS]]
+        wanted += UNREWARDED if "reward/mean" not in metrics else ()
         parts += [f"{label} {text}" for label, text, _ in cells([(step, metrics)]) if label in wanted]
         left = self._pace.seconds_left(self._total, now) if step < self._total else None
         times = (("took", metrics.get("time/step")), ("left", left))

@@ -126,9 +126,11 @@ class Recorder:
         self._sinks = _open_sinks(sinks, run_dir, name or run_dir.resolve().name, config or {}, append)
         self._files: dict[str, IO[bytes]] = {file: (run_dir / file).open("ab") for file in (METRICS, SAMPLES)}
         self._tensorboard = _fresh_tensorboard(run_dir)
+        self._newest = 0  # step
 
-    def log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Records ``metrics`` (flat names such as "reward/mean") of one "step" or "eval".
+    def log(self, kind: str, step: int, metrics: Mapping[str, float], unsent: tuple[str, ...] = ()) -> None:
+        """Records ``metrics`` (flat names such as "reward/mean") of one "step" or "eval"; further sinks do not get those whose
+        names begin with one of ``unsent``.
 
         A number that isn't finite is null in the file, for JSON has no NaN, is left out of the sinks, and is warned of.
         """
@@ -142,8 +144,10 @@ class Recorder:
         self._write(METRICS, [{"kind": kind, "step": step, "time": time.time(), "metrics": nullable}])
         self._tensorboard.log(finite, step)
         self._tensorboard.flush()
+        self._newest = newest = max(step, self._newest)  # W&B takes no number of an earlier step than its last
+        sent = {name: value for name, value in finite.items() if not name.startswith(unsent)}
         for sink_name in list(self._sinks):
-            self._attempt(sink_name, lambda sink: sink.log(dict(finite), step=step))
+            self._attempt(sink_name, lambda sink: sink.log(dict(sent), step=newest))
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends sample ``rows`` (JSON-serialisable) of ``step``; each row gets the step under "step"."""

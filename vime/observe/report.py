@@ -243,7 +243,8 @@ def eval_section(found: Sequence[Change]) -> str:
 
 def headline(run: Run, found: Sequence[Change]) -> str:
     """Name, model, extent, and what the run has changed in big numbers."""
-    big = [(f"{c.eval_set} {c.metric}", c) for c in found if c.metric.startswith("pass@")][:4]
+    wanted = ("pass@", "accuracy", "loss")
+    big = [(f"{c.eval_set} {c.metric}", c) for name in wanted for c in found if c.metric.startswith(name)][:4]
     rewards = [point for point in series(run.steps, "reward/mean") if math.isfinite(point[1])]
     if not big and rewards:
         big = [("training reward", Change("", "reward", rewards, None))]

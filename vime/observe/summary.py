@@ -41,8 +41,10 @@ class Change:
 
     @property
     def best(self) -> Point | None:
-        """(step, value); None where more is not better."""
-        better = self.metric.startswith(("pass@", "reward"))
+        """(step, value), the lowest of a loss; None where neither more nor less is better."""
+        if self.metric == "loss":
+            return min(self.points, key=lambda point: (point[1], point[0]))
+        better = self.metric.startswith(("pass@", "reward", "accuracy"))
         return max(self.points, key=lambda point: (point[1], -point[0])) if better else None
 
     @property
@@ -50,7 +52,7 @@ class Change:
         """Whether the last value is better than the first; None where neither is, or it cannot be said."""
         if self.best is None or self.after is None or self.after == self.before:
             return None
-        return self.after > self.before
+        return (self.after > self.before) != (self.metric == "loss")
 
     @property
     def difference(self) -> str:
@@ -97,6 +99,7 @@ CHARTS = (
     Chart("Throughput, tokens/s", (("rollout/tokens_per_s", "rollout"), ("train/tokens_per_s", "train"))),
     Chart("Staleness, versions", (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "max"))),
     Chart("Loss", (("train/loss", "loss"),)),
+    Chart("Pairs ranked right", (("train/accuracy", "accuracy"),)),
     Chart("Learning rate", (("train/lr", "lr"),)),
 )
 CHARTED = {name for chart in CHARTS for name, _ in chart.lines} | {"reward/std"}
@@ -202,7 +205,7 @@ def phase_table(steps: Sequence[tuple[int, Metrics]]) -> list[Phase]:
 def is_fraction(name: str) -> bool:
     """Whether a metric is a fraction by its name, to be shown in percent."""
     last = name.rpartition("/")[2]
-    return last.startswith("pass@") or last.endswith("fraction")
+    return last.startswith("pass@") or last.endswith(("fraction", "accuracy"))
 
 
 def show(name: str, value: float | None) -> str:

@@ -1,6 +1,6 @@
 """Sample payloads between the process that made them and the trainer rank that needs them, in memory of one host.
 
-A store has three methods, ``put``, ``get`` and ``drop``; one that spans hosts is another class with the same three. The
+A store has the methods ``put``, ``get``, ``drop``, ``copy_to`` and ``copy_from``; one that spans hosts is another class. The
 driver keeps keys and lengths, never the arrays. Files are safetensors: nothing in them can run.
 """
 
@@ -27,7 +27,8 @@ class StoreError(Exception):
 class Payload:
     """Arrays of one sample: ids int32 [prompt] and [response], log-probabilities float32 and mask uint8 [response].
 
-    ``reference`` and ``teacher`` are None unless a server scored the response with these models.
+    ``reference`` and ``teacher`` are None unless a server scored the response with these models, ``experts`` (uint8 or
+    uint16 [prompt + response - 1, layers, experts a token]) unless the server told how it routed.
     """
 
     prompt_ids: np.ndarray
@@ -36,6 +37,7 @@ class Payload:
     loss_mask: np.ndarray
     reference: np.ndarray | None = None
     teacher: np.ndarray | None = None
+    experts: np.ndarray | None = None
 
 
 FIELDS = {
@@ -45,6 +47,7 @@ FIELDS = {
     "loss_mask": np.uint8,
     "reference": np.float32,
     "teacher": np.float32,
+    "experts": None,  # as it came
 }
 
 
@@ -58,7 +61,7 @@ class SharedMemoryStore:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
-    def put(self, key: str, samples: Sequence[Sample]) -> None:
+    def put(self, key: str, samples: Sequence[Sample] | Sequence[Payload]) -> None:
         """Writes the rows of one group; they appear at once or not at all."""
         arrays = {
             f"{row}.{field}": np.asarray(getattr(sample, field), dtype=dtype)
@@ -87,6 +90,19 @@ class SharedMemoryStore:
     def drop(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
+
+    def copy_to(self, folder: Path, keys: Iterable[str]) -> None:
+        """Copies payloads out, to be taken up again by ``copy_from``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for key in keys:
+            shutil.copyfile(self._path(key), folder / self._path(key).name)
+
+    def copy_from(self, folder: Path, keys: Iterable[str]) -> None:
+        try:
+            for key in keys:
+                shutil.copyfile(folder / self._path(key).name, self._path(key))
+        except OSError as error:
+            raise StoreError(f"payloads cannot be taken up from {folder}: {error}") from None
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

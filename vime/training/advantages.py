@@ -108,6 +108,11 @@ def constant(rollouts: Sequence[Scored]) -> list[float]:
     return [1.0] * len(rollouts)
 
 
+def reward(rollouts: Sequence[Scored]) -> list[float]:
+    """A_i = r_i, for rewards that are comparisons already."""
+    return [one.reward for one in rollouts]
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": in_groups(grpo),
     "dr_grpo": in_groups(dr_grpo),
@@ -118,6 +123,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "pair": in_groups(pair),
     "constant": constant,
+    "reward": reward,
 }
 COMPARING = (
     "grpo",

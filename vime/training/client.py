@@ -1,7 +1,7 @@
 """The driver's handle on the trainer: starts its ranks, sends commands to rank 0.
 
-This is the engine protocol: another engine is another class with ``start``, ``train``, ``compare``, ``logprobs``, ``export``,
-``save`` and ``stop``.
+This is the engine protocol: another engine is another class with ``start``, ``memory``, ``train``, ``evaluate``,
+``compare``, ``logprobs``, ``export``, ``export_adapter``, ``save``, ``saved`` and ``stop``.
 """
 
 from __future__ import annotations
@@ -118,9 +118,17 @@ class Trainer:
             raise TrainerError(f"{name}: {answer['error']}; the traceback is in {self.processes[0].log}")
         return answer
 
+    async def memory(self) -> str:
+        """The predicted peak of a rank's memory, as a table."""
+        return await self.call("memory", self.config.trainer.start_timeout_s)
+
     async def train(self, updates: list[Any], total_steps: int) -> dict[str, Any]:
         """One optimizer step an update: ``metrics``, and ``advantages`` as [group, index, value] of every row."""
         return await self.call("train", self.config.trainer.step_timeout_s, updates=updates, total_steps=total_steps)
+
+    async def evaluate(self, planned: Any) -> dict[str, float]:
+        """The mean ``loss`` of what is planned, and what else the objective measures; no weight changes."""
+        return await self.call("evaluate", self.config.trainer.step_timeout_s, planned=planned)
 
     async def compare(self, updates: list[Any], folder: Path) -> dict[str, float]:
         """The update computed twice, by the engine and by plain transformers: how the two differ; no weight changes.
@@ -136,8 +144,19 @@ class Trainer:
     async def export(self, folder: Path, dtype: str) -> None:
         await self.call("export", self.config.trainer.step_timeout_s, folder=str(folder.absolute()), dtype=dtype)
 
-    async def save(self, folder: Path) -> None:
-        await self.call("save", self.config.trainer.step_timeout_s, folder=str(folder.absolute()))
+    async def export_adapter(self, folder: Path, dtype: str) -> None:
+        timeout = self.config.trainer.step_timeout_s
+        await self.call("export_adapter", timeout, folder=str(folder.absolute()), dtype=dtype)
+
+    async def save(self, folder: Path, model: bool = True) -> None:
+        """Takes a copy of the state, which is then written below ``folder`` while other commands are carried out; with
+        ``model`` as a Hugging Face folder too. ``start`` takes ``folder`` as its ``state``."""
+        timeout = self.config.trainer.step_timeout_s
+        await self.call("save", timeout, folder=str(folder.absolute()), model=model)
+
+    async def saved(self) -> None:
+        """Waits until what was saved last is written; TrainerError where it could not be."""
+        await self.call("saved", self.config.trainer.step_timeout_s)
 
     async def stop(self) -> None:
         await asyncio.gather(*(process.stop() for process in self.processes))

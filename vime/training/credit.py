@@ -1,4 +1,4 @@
-"""From the rewards of a batch to the advantage of every trained token. Collective: all ranks hold parts of the batch."""
+"""From the rewards of a batch to the advantage of every trained token. Collective: the group's ranks hold parts of the batch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def kl_penalty(batch: Batch, options: Algorithm) -> torch.Tensor:
     return options.kl_coef * KL[options.kl_estimator](batch.proximal, batch.reference)
 
 
-def gather(rows: Sequence[Row], batches: Sequence[Batch], values: Sequence[torch.Tensor]) -> list[float]:
-    """One value a row of all ranks, from the [S] values of this rank's batches, in the order of ``rows``."""
+def gather(
+    rows: Sequence[Row], batches: Sequence[Batch], values: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[float]:
+    """One value a row of all ranks, from the values of this rank's batches by sequence, in the order of ``rows``."""
     place = {(row.key, row.index): i for i, row in enumerate(rows)}
     found = torch.zeros(len(rows), dtype=torch.double)
     for batch, value in zip(batches, values, strict=True):
-        for row, one in zip(batch.rows, value.tolist(), strict=False):
+        for row, one in zip(batch.rows, value[: len(batch.rows)].tolist(), strict=True):
             found[place[row.key, row.index]] = one
     device = batches[0].mask.device
     found = found.to(device)
-    dist.all_reduce(found)
+    dist.all_reduce(found, group=group)
     return found.tolist()
 
 
@@ -57,8 +59,19 @@ def rollout_advantages(rows: Sequence[Row], penalties: Sequence[float], estimato
     return advantages
 
 
+def assign_means(rows: Sequence[Row], batches: Sequence[Batch], group: dist.ProcessGroup) -> list[float]:
+    """Each row's advantage, the mean over its trained tokens, where the batches' have been set token by token."""
+    counts = [batch.per_sequence(torch.ones_like(batch.advantages)).clamp(min=1) for batch in batches]
+    means = [b.per_sequence(b.advantages) / count for b, count in zip(batches, counts, strict=True)]
+    return gather(rows, batches, means, group)
+
+
 def assign(
-    rows: Sequence[Row], batches: Sequence[Batch], options: Algorithm, estimator: Estimator | None
+    rows: Sequence[Row],
+    batches: Sequence[Batch],
+    options: Algorithm,
+    estimator: Estimator | None,
+    group: dist.ProcessGroup,
 ) -> list[float]:
     """Sets the batches' ``advantages`` (and ``returns``); gives each row's, mean over its trained tokens.
 
@@ -67,12 +80,10 @@ def assign(
     """
     penalties = [kl_penalty(batch, options) for batch in batches]
     if estimator is None:
-        token_level(batches, penalties, options)
-        counts = [batch.per_sequence(torch.ones_like(batch.advantages)).clamp(min=1) for batch in batches]
-        means = [b.per_sequence(b.advantages) / count for b, count in zip(batches, counts, strict=True)]
-        return gather(rows, batches, means)
+        token_level(batches, penalties, options, group)
+        return assign_means(rows, batches, group)
     sums = [batch.per_sequence(penalty) for batch, penalty in zip(batches, penalties, strict=True)]
-    advantages = rollout_advantages(rows, gather(rows, batches, sums), estimator)
+    advantages = rollout_advantages(rows, gather(rows, batches, sums, group), estimator)
     by_row = {(row.key, row.index): value for row, value in zip(rows, advantages, strict=True)}
     for batch in batches:
         if batch.rows:
@@ -81,7 +92,9 @@ def assign(
     return advantages
 
 
-def token_level(batches: Sequence[Batch], penalties: Sequence[torch.Tensor], options: Algorithm) -> None:
+def token_level(
+    batches: Sequence[Batch], penalties: Sequence[torch.Tensor], options: Algorithm, group: dist.ProcessGroup
+) -> None:
     """The estimators that look at tokens.
 
     - gae: advantages from the critic's values, whitened over the batch. PPO (arXiv 1707.06347), equation 11.
@@ -101,6 +114,6 @@ def token_level(batches: Sequence[Batch], penalties: Sequence[torch.Tensor], opt
         lam = options.gae_lambda if options.advantage == "gae" else 1.0
         batch.advantages, batch.returns = gae(rewards, values, batch.mask, batch.sequence, options.gamma, lam)
     if options.advantage != "reverse_kl":
-        whitened = whiten([batch.advantages for batch in batches], [batch.mask for batch in batches])
+        whitened = whiten([batch.advantages for batch in batches], [batch.mask for batch in batches], group)
         for batch, advantages in zip(batches, whitened, strict=True):
             batch.advantages = advantages

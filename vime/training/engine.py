@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import os
 import time
 from collections import defaultdict
 from itertools import chain
@@ -14,33 +11,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from vime.config.sections import Config, Trainer
+from vime.config.sections import Config
 from vime.functions import user_function
+from vime.slime.trainer import trainer_hooks
 from vime.store.shared_memory import SharedMemoryStore
-from vime.training import covariance
+from vime.training import adapter, covariance, memory
+from vime.training.adapter import AdapterReference
 from vime.training.advantages import ESTIMATORS, TOKEN_LEVEL
 from vime.training.batch import Batch, Sums, make_batch
 from vime.training.corrections import CORRECTIONS, mismatch
 from vime.training.credit import assign
-from vime.training.learner import EngineError, Learner, export_model, full_state, sharded_parameters
-from vime.training.losses import OBJECTIVES, adapt_entropy, k3, kl_loss
+from vime.training.kernels import choose
+from vime.training.learner import EngineError, Learner, export_model
+from vime.training.lora import inject
+from vime.training.losses import OBJECTIVES, Tokens, adapt_entropy, k3, kl_loss
+from vime.training.mesh import Mesh, SumOut
+from vime.training.out_of_memory import explains_memory
 from vime.training.packed import Packed, pack
+from vime.training.parallel import parallelize
+from vime.training.pieces import sharded_parameters
 from vime.training.plain import compare
 from vime.training.plan import PlanJson, Row
-from vime.training.policy import Critic, Policy, Trained, frozen, load_model, shard
+from vime.training.policy import Critic, Policy, Trained, load_critic, load_model
 from vime.training.returns import value_loss
+from vime.training.routing import Routing, balances, install
+from vime.training.shards import Saver
+from vime.training.state import load as load_state
+from vime.training.state import save as save_state
+from vime.training.step_metrics import step_metrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COVARIANCE = ("clip_cov", "kl_cov")
+# Log-probabilities and entropies [N] of a micro-batch's tokens, its part of the load-balancing loss where there is one.
+Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class TorchEngine:
     """Models, optimizers and schedules of one rank. Every method is collective: all ranks call it with the same command."""
 
-    def __init__(self, config: Config, store: SharedMemoryStore, rank: int, ranks: int, device: torch.device) -> None:
-        self.config, self.store, self.rank, self.ranks, self.device = config, store, rank, ranks, device
+    def __init__(self, config: Config, store: SharedMemoryStore, device: torch.device) -> None:
+        self.config, self.store, self.device = config, store, device
+        self.mesh = Mesh(config.trainer, device.type)
         algorithm = config.algorithm
         self.objective = OBJECTIVES.get(algorithm.objective) or user_function(algorithm.objective, 2)
         self.estimator = None
@@ -48,21 +60,36 @@ class TorchEngine:
             self.estimator = ESTIMATORS.get(algorithm.advantage) or user_function(algorithm.advantage, 1)
         urls = {"reference": config.reference.url, "teacher": config.teacher.url}
         self.scored = [name for name, url in urls.items() if url]  # by servers
+        self.saver = Saver(self.mesh, config.trainer.step_timeout_s)
+        self.slime = trainer_hooks(config)
         self.batches = 0  # that the policy has learned from
+        self.phase = "the start"  # what is going on, should the memory not suffice
         # The weight of the entropy bonus, and whether it acts: an adaptive one waits for a measurement.
         self.entropy_coef, self.entropy_active = algorithm.entropy_coef, algorithm.entropy_target is None
 
+    @explains_memory
     def load(self, model: str, state: str | None) -> dict[str, Any]:
-        """Loads the models that the algorithm needs and, to resume, the trainer state saved in folder ``state``."""
+        """Loads the models that the algorithm needs and, to resume, the trainer state saved in folder ``state``, which may be
+        of another number of ranks. With [lora] ``model`` is the one that the adapter stands beside."""
+        self.phase = "the loading of models"
         torch.manual_seed(self.config.run.seed)
         config, section, dtype = self.config, self.config.trainer, DTYPES[self.config.model.dtype]
-        own = config.model.path
+        master, offload = DTYPES[section.master_dtype], section.cpu_offload == "all"
+        own, kernels = config.model.path, choose(config, self.device)
 
         def sharded(module: Trained) -> Trained:
-            return shard(module, self.ranks, self.device, dtype, section.activation_checkpointing)
+            return parallelize(
+                module, self.mesh, self.device, dtype, section.activation_checkpointing, offload, kernels.compile
+            )
+
+        def learner(name: str, module: Trained, learning_rate: float) -> Learner[Trained]:
+            return Learner(name, sharded(module), learning_rate, section, self.mesh, config.run.seed)
 
         def asked(folder: str | Path) -> Policy:
-            other = frozen(Path(folder), self.ranks, self.device, dtype)
+            # Only asked, so kept in the dtype it computes in.
+            other = Policy(load_model(Path(folder), dtype, kernels))
+            other = parallelize(other, self.mesh, self.device, dtype, offload=offload, compiled=kernels.compile)
+            other.requires_grad_(False)
             sizes = [p.model.get_input_embeddings().num_embeddings for p in (other, self.policy.module)]
             if sizes[0] != sizes[1]:
                 raise EngineError(
@@ -71,21 +98,37 @@ class TorchEngine:
                 )
             return other
 
-        self.policy = Learner("policy", sharded(Policy(load_model(Path(model)))), section.learning_rate, section)
-        self.reference = self.teacher = None
+        loaded = load_model(Path(model), dtype if config.lora.rank else master, kernels)
+        routed = config.algorithm.router_aux_coef > 0 or config.algorithm.router_replay != "none"
+        self.routers = install(loaded) if routed else None
+        if config.lora.rank:
+            inject(loaded, config.lora, model)
+        self.policy = learner("policy", Policy(loaded), section.learning_rate)
+        self.slime.loaded(self.policy.module)
+        self.reference: Policy | AdapterReference | None = None
+        self.teacher: Policy | AdapterReference | None = None
         self.critic: Learner[Critic] | None = None
+        self.same_at: int | None = None  # the policy's optimizer step at which the reference has its weights
         if config.needs_reference and not config.reference.url:
-            refreshed = Path(state or "", "reference")
-            self.reference = asked(refreshed if state and refreshed.exists() else config.reference.path or own)
+            if config.lora.rank and config.reference.path in (None, own):
+                self.reference = AdapterReference(self.policy.module)
+            else:
+                self.reference = asked(config.reference.path or own)
+            self.same_at = 0 if state is None and config.reference.path in (None, own) else None
         if config.teacher.path:
-            self.teacher = asked(config.teacher.path)
+            shared = config.teacher.path == (config.reference.path or own) and not config.reference.refresh_every
+            self.teacher = self.reference if shared and self.reference is not None else asked(config.teacher.path)
         if config.algorithm.advantage == "gae":
-            critic = sharded(Critic(load_model(Path(config.critic.path or own))))
-            self.critic = Learner("critic", critic, config.critic.learning_rate, section)
+            critic = load_critic(Path(config.critic.path or own), master, kernels)
+            self.critic = learner("critic", critic, config.critic.learning_rate)
         if state is not None:
-            self._load_state(Path(state))
+            load_state(self, Path(state))
         parameters = sum(p.numel() for p in self.policy.module.parameters())
         return {"parameters": parameters, "optimizer_steps": self.policy.steps}
+
+    def memory(self) -> str | None:
+        """The predicted peak of a rank as a table, from rank 0."""
+        return None if self.mesh.rank else memory.table(self.config, self.device)
 
     @property
     def compares(self) -> bool:
@@ -96,17 +139,36 @@ class TorchEngine:
         """How the first update's log-probabilities, loss and gradients differ from plain transformers'; see ``plain``."""
         return compare(self, updates[:1], folder)
 
-    def forward(self, policy: Policy, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        return policy(packed, self.config.rollout.temperature, self.config.trainer.logprob_chunk)
+    def forward(
+        self, policy: Policy | AdapterReference, packed: Packed, routing: Routing | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return policy(packed, self.config.rollout.temperature, self.config.trainer.logprob_chunk, routing)
 
+    def routing(self, batch: Batch) -> Routing | None:
+        """For one pass of the policy over the batch: the experts to choose, where they are replayed. Reference, teacher and
+        critic are models of their own and route as they do."""
+        if self.routers is None:
+            return None
+        return Routing(None if self.config.algorithm.router_replay == "none" else batch.experts)
+
+    def policy_pass(self, batch: Batch) -> Output:
+        """The policy as it learns: with the experts it shall choose, and the load-balancing loss of these."""
+        routing = self.routing(batch)
+        output = self.forward(self.policy.module, batch.packed, routing)
+        if routing is None or batch.balance is None:
+            return *output, None
+        return *output, SumOut.apply(batch.balance.loss(routing), self.mesh.context_group)
+
+    @explains_memory
     def train(self, updates: list[PlanJson], total_steps: int) -> dict[str, Any]:
-        """One optimizer step per entry of ``updates``: ``updates[u][rank]`` are that rank's micro-batches of rows.
+        """One optimizer step per entry of ``updates``: ``updates[u][d]`` are data rank d's micro-batches of rows.
 
         Returns ``metrics`` over all trained tokens of all ranks, and ``advantages`` as [group, index, value], the value a
         mean over the sample's trained tokens. Proximal log-probabilities are those before the first of several steps;
         with one step they are the step's own.
         """
         started = time.perf_counter()
+        memory.reset_peak(self.device)
         before = self.policy.steps
         batches, advantages = self.prepare(updates)
         totals: dict[str, float] = defaultdict(float)
@@ -120,70 +182,95 @@ class TorchEngine:
                 else:
                     totals[name] += value
         packed_tokens = torch.tensor(float(sum(batch.tokens for batch in chain(*batches))), device=self.device)
-        dist.all_reduce(packed_tokens)
+        dist.all_reduce(packed_tokens, group=self.mesh.data_group)
         if self.policy.steps > before:  # no critic's warm-up
             self._refresh_reference()
         seconds = time.perf_counter() - started
-        metrics = self._metrics(totals | maxima, len(updates), packed_tokens.item(), seconds)
+        metrics = step_metrics(totals | maxima, len(updates), packed_tokens.item(), seconds)
+        metrics["train/lr"] = float(self.policy.optimizer.param_groups[0]["lr"])
+        if self.config.algorithm.entropy_target is not None:
+            metrics["train/entropy_coef"] = self.entropy_coef
+        peak = torch.tensor(memory.peak(self.device) / memory.GIB, device=self.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        metrics["train/memory_peak_gib"] = peak.item()
         return {"metrics": metrics, "advantages": advantages}
+
+    @torch.no_grad()
+    def evaluate(self, planned: PlanJson) -> dict[str, float]:
+        """The ``loss`` of an update with these micro-batches, which is not made, and the number of its trained ``tokens``."""
+        (batches,), _ = self.prepare([planned])
+        sums = Sums()
+        for batch in batches:
+            self.loss(batch, self.policy_pass(batch), sums)
+        totals = sums.reduce(self.mesh.data_group)
+        return {"loss": totals["loss"], "tokens": totals["tokens"]}
 
     def prepare(self, updates: list[PlanJson]) -> tuple[list[list[Batch]], list[list[Any]]]:
         """This rank's micro-batches of each update with all that the loss needs, and all rows' advantages."""
+        replayed = self.routers if self.config.algorithm.router_replay == "server" else None
         batches = [
             [
-                make_batch([Row(**row) for row in micro], self.store, self.device, self.scored)
-                for micro in update[self.rank]
+                make_batch([Row(**row) for row in micro], self.store, self.device, self.mesh, self.scored, replayed)
+                for micro in update[self.mesh.data_rank]
             ]
             for update in updates
         ]
         together = list(chain(*batches))
+        for plan, own in zip(updates, batches, strict=True):
+            planned = [row for rank in plan for micro in rank for row in micro]
+            for batch in own:
+                batch.of_update = {"samples": len(planned), "tokens": sum(row["trained_tokens"] for row in planned)}
         self._ask_models(together, several=len(updates) > 1)
         rows = [Row(**row) for update in updates for rank in update for micro in rank for row in micro]
         rows.sort(key=lambda row: (row.key, row.index))
-        advantages = assign(rows, together, self.config.algorithm, self.estimator)
-        self._choose(batches)
+        advantages = assign(rows, together, self.config.algorithm, self.estimator, self.mesh.data_group)
+        advantages = self.slime.prepared(self, rows, together, advantages)
+        if self.config.algorithm.objective in COVARIANCE:
+            for number, update in enumerate(batches):
+                covariance.choose_in(update, self.config, self.policy.steps + number, self.mesh.data_group)
+        if self.routers is not None:
+            for update in batches:
+                routed = [(batch.predicts(self.mesh), batch.experts) for batch in update if batch.experts is not None]
+                for batch, balance in zip(update, balances(routed, self.routers.experts, self.mesh), strict=True):
+                    batch.balance = balance
         return batches, [[row.key, row.index, value] for row, value in zip(rows, advantages, strict=True)]
 
     @torch.no_grad()
     def _ask_models(self, batches: list[Batch], several: bool) -> None:
         """Fills in what the algorithm needs to know of the batch before the step."""
+        self.phase = "the forward passes before the step"
         algorithm = self.config.algorithm
         before = (
             several
             or algorithm.objective in COVARIANCE
             or algorithm.advantage == "reverse_kl"
             or (algorithm.kl_in == "reward" and algorithm.kl_coef)
+            or self.slime.needs_logprobs
         )
+        routes = self.routers is not None and algorithm.router_replay != "server"
+        # A replay is the policy's alone: the reference chooses its own experts.
+        same = self.same_at == self.policy.steps and algorithm.router_replay == "none"
+        if before:
+            self.slime.before_logprobs(self.policy.module.model, "")
+        if isinstance(self.reference, Policy) and not same:
+            self.slime.before_logprobs(self.reference.model, "ref_")
         for batch in batches:
-            if before:
-                batch.proximal = self.forward(self.policy.module, batch.packed)[0]
-            if self.reference is not None:
+            if before or routes:
+                routing = self.routing(batch)
+                logprobs = self.forward(self.policy.module, batch.packed, routing)[0]
+                batch.proximal = logprobs if before else None
+                if routing is not None and batch.experts is None:
+                    batch.experts = routing.experts()
+            if self.reference is not None and same:  # no second pass; without a first one the step's own will do
+                batch.reference, batch.reference_is_policy = batch.proximal, not before
+            elif self.reference is not None:
                 batch.reference = self.forward(self.reference, batch.packed)[0]
-            if self.teacher is not None:
+            if self.teacher is not None and self.teacher is self.reference:
+                batch.teacher = batch.reference
+            elif self.teacher is not None:
                 batch.teacher = self.forward(self.teacher, batch.packed)[0]
             if self.critic is not None:
                 batch.values = self.critic.module(batch.packed)
-
-    def _choose(self, updates: list[list[Batch]]) -> None:
-        """The tokens that a covariance objective chooses, over each whole update."""
-        algorithm, run = self.config.algorithm, self.config.run
-        if algorithm.objective not in COVARIANCE:
-            return
-        for number, batches in enumerate(updates):
-            step = self.policy.steps + number
-            draws = [
-                covariance.uniform(run.seed, step, row.key, row.index, row.response_tokens).to(self.device)
-                for batch in batches
-                for row in batch.rows
-            ]
-            masks = torch.cat([batch.mask for batch in batches])
-            draw = torch.cat([*draws, *(torch.zeros(2, device=self.device) for b in batches if not b.rows)])
-            before = torch.cat([batch.proximal for batch in batches if batch.proximal is not None])
-            values = covariance.covariances(before[masks], torch.cat([b.advantages for b in batches])[masks])
-            chosen = torch.zeros_like(masks)
-            chosen[masks] = covariance.choose(algorithm.objective, values, draw[masks], algorithm)
-            for batch, own in zip(batches, chosen.split([len(b.mask) for b in batches]), strict=True):
-                batch.chosen = own
 
     def _update(self, batches: list[Batch], trained: int, total_steps: int) -> dict[str, float]:
         """One optimizer step of the policy, and of the critic where there is one; sums over its trained tokens."""
@@ -193,14 +280,9 @@ class TorchEngine:
         for learner in (self.policy, critic):  # of an update that failed
             if learner is not None:
                 learner.clear()
-        for batch in batches:
-            with torch.set_grad_enabled(not warming):
-                loss = self.loss(batch, self.forward(self.policy.module, batch.packed), sums)
-            if not warming:
-                (loss * self.ranks).backward()  # FSDP averages gradients over ranks; the weights are global already
-            if critic is not None:
-                self._critic_loss(critic, batch, trained, sums)
-        totals = sums.reduce()
+        self.slime.before_step(self, self.policy.steps % algorithm.updates)
+        self._accumulate(batches, trained, warming, sums)
+        totals = sums.reduce(self.mesh.data_group)
         count = max(totals["tokens"], 1.0)
         if algorithm.max_mismatch_kl is not None and not totals["mismatch_kl"] / count <= algorithm.max_mismatch_kl:
             raise EngineError(
@@ -208,6 +290,9 @@ class TorchEngine:
                 f"(algorithm.max_mismatch_kl = {algorithm.max_mismatch_kl:g}) at optimizer step {self.policy.steps}; "
                 "weights are unchanged. Run `vime check` to see where the difference comes from"
             )
+        if batches[0].balance is not None:
+            totals |= batches[0].balance.metrics()
+        self.phase = "the optimizer step"
         totals["policy_norm"] = 0.0 if warming else self.policy.step(total_steps).item()
         if critic is not None:
             totals["critic_norm"] = critic.step(total_steps).item()
@@ -217,12 +302,28 @@ class TorchEngine:
             )
         return totals
 
-    def loss(self, batch: Batch, output: tuple[torch.Tensor, torch.Tensor], sums: Sums) -> torch.Tensor:
-        """The micro-batch's share of the update's loss, from the policy's log-probabilities and entropies of its tokens."""
+    def _accumulate(self, batches: list[Batch], trained: int, warming: bool, sums: Sums) -> None:
+        """Gradients and sums of all micro-batches. Nothing in here makes the host wait for the device."""
+        for batch in batches:
+            self.phase = "the forward pass"
+            with torch.set_grad_enabled(not warming):
+                if "loss" in self.slime:
+                    loss = self.slime.loss(self, batch, sums)
+                else:
+                    loss = self.loss(batch, self.policy_pass(batch), sums)
+            self.phase = "the backward pass"
+            if not warming:
+                (loss * self.mesh.averaged).backward()  # of the loss the weights are global already
+            if self.critic is not None:
+                self._critic_loss(self.critic, batch, trained, sums)
+
+    def loss(self, batch: Batch, output: Output, sums: Sums) -> torch.Tensor:
+        """The micro-batch's share of the update's loss, from what a pass of the policy over it gives."""
         algorithm = self.config.algorithm
-        logprobs, entropy = output
+        logprobs, entropy, balance = output
         tokens = batch.seen(logprobs, entropy, algorithm.old_logprobs)
         losses, logs = self.objective(tokens, algorithm)
+        losses, logs = self.slime.corrected(batch, tokens, losses, logs)
         with torch.no_grad():
             factor = torch.ones_like(logprobs)
             for name, bounds in algorithm.corrections.items():
@@ -231,8 +332,7 @@ class TorchEngine:
                 weight = correction(tokens, low, high)
                 factor = factor * weight
                 logs |= {f"{name}_changed": weight != 1.0, f"{name}_mean": weight}
-            now = mismatch(tokens.proximal, tokens.behaviour)
-        losses = torch.where(factor == 0, 0.0, losses * factor)
+        losses, apart = self.slime.reduced(batch, torch.where(factor == 0, 0.0, losses * factor))
         if tokens.reference is not None:
             kl = kl_loss(tokens, algorithm)
             if algorithm.kl_in == "loss" and algorithm.kl_coef:
@@ -243,17 +343,31 @@ class TorchEngine:
         if self.entropy_active and self.entropy_coef:
             losses = losses - self.entropy_coef * entropy
         weighted = torch.where(batch.mask, losses * batch.weights, 0.0)
-        ones = torch.ones_like(logprobs)
-        sums.add(batch.mask, tokens=ones, loss=weighted, entropy=entropy, kl=k3(tokens.behaviour, logprobs), **now)
+        self.note(batch, tokens, sums)
+        sums.add(batch.mask, loss=weighted)
         sums.add(batch.mask, **{f"log/{name}": value for name, value in logs.items()})
+        loss = weighted.sum()
+        if apart is not None:
+            sums.add(torch.ones_like(apart, dtype=torch.bool), loss=apart)
+            loss = loss + apart
+        if balance is not None:
+            sums.add(torch.ones_like(balance, dtype=torch.bool), router_aux_loss=balance)
+            if algorithm.router_aux_coef:
+                loss = loss + algorithm.router_aux_coef * balance
+        return loss
+
+    def note(self, batch: Batch, tokens: Tokens, sums: Sums) -> None:
+        """Adds what is measured of the tokens whatever the loss."""
+        ones, now = torch.ones_like(tokens.logprobs), mismatch(tokens.proximal, tokens.behaviour)
+        kl = k3(tokens.behaviour, tokens.logprobs)
+        sums.add(batch.mask, tokens=ones, entropy=tokens.entropy, kl=kl, **now)
         sums.maximum(batch.mask, difference_max=now["difference"])
-        return weighted.sum()
 
     def _critic_loss(self, critic: Learner[Critic], batch: Batch, trained: int, sums: Sums) -> None:
         assert batch.values is not None and batch.returns is not None
         values = critic.module(batch.packed)
         losses, clipped = value_loss(values, batch.values, batch.returns, self.config.critic.value_clip)
-        (torch.where(batch.mask, losses, 0.0).sum() / max(trained, 1) * self.ranks).backward()
+        (torch.where(batch.mask, losses, 0.0).sum() / max(trained, 1) * self.mesh.averaged).backward()
         residual = (batch.returns - batch.values).square()
         sums.add(
             batch.mask,
@@ -264,50 +378,27 @@ class TorchEngine:
         )
         sums.add(batch.mask, value_residual=residual)
 
-    def _metrics(self, total: dict[str, float], updates: int, packed_tokens: float, seconds: float) -> dict[str, float]:
-        count = max(total["tokens"], 1.0)
-        metrics = {
-            "train/loss": total["loss"] / updates,
-            "train/entropy": total["entropy"] / count,
-            "train/kl": total["kl"] / count,
-            "train/grad_norm": total["policy_norm"],
-            "train/lr": self.policy.optimizer.param_groups[0]["lr"],
-            "train/logprob_abs_diff_mean": total["difference"] / count,
-            "train/logprob_abs_diff_max": total["difference_max"],
-            "train/mismatch_kl": total["mismatch_kl"] / count,
-            # (sum w)^2 / (N sum w^2): the fraction of the tokens that the importance ratios leave effective
-            "train/effective_sample_size": total["ratio"] ** 2 / max(count * total["ratio_squared"], 1e-300),
-            "train/packed_tokens": packed_tokens,
-            "train/tokens": total["tokens"],
-            "train/tokens_per_s": packed_tokens / seconds,
-        }
-        metrics |= {f"train/{name[4:]}": value / count for name, value in total.items() if name.startswith("log/")}
-        if self.config.algorithm.entropy_target is not None:
-            metrics["train/entropy_coef"] = self.entropy_coef
-        if self.critic is not None:
-            variance = total["returns_squared"] / count - (total["returns"] / count) ** 2
-            metrics |= {
-                "train/value_loss": total["value_loss"] / count,
-                "train/value_clip_fraction": total["value_clipped"] / count,
-                "train/value_grad_norm": total["critic_norm"] / updates,
-                "train/explained_variance": 1 - total["value_residual"] / count / variance if variance > 1e-9 else 0.0,
-            }
-        return metrics
-
     @torch.no_grad()
     def _refresh_reference(self) -> None:
         """The policy, which has just learned from a batch, becomes the reference, on its interval of batches."""
         self.batches += 1
         every = self.config.reference.refresh_every
-        if self.reference is not None and every and self.batches % every == 0:
+        if self.reference is None or not every or self.batches % every:
+            return
+        if isinstance(self.reference, AdapterReference):
+            self.reference.refresh()
+        else:
             both = (sharded_parameters(module) for module in (self.reference, self.policy.module))
             for (_, held), (_, present) in zip(*both, strict=True):
                 held.copy_(present)
+        self.same_at = self.policy.steps
 
+    @explains_memory
     def logprobs(self, rows: list[dict[str, list[int]]]) -> list[list[float]]:
         """Log-probabilities of given responses under the current weights, for the probe; every rank computes all."""
+        self.phase = "the log-probabilities of given responses"
         with torch.no_grad():
-            packed = pack([(row["prompt_ids"], [row["response_ids"]]) for row in rows], self.device)
+            packed = pack([(row["prompt_ids"], [row["response_ids"]]) for row in rows], self.device, self.mesh)
             values = self.forward(self.policy.module, packed)[0].tolist()
         cut, start = [], 0
         for row in rows:
@@ -317,49 +408,24 @@ class TorchEngine:
 
     def export(self, folder: str, dtype: str) -> dict[str, Any]:
         """Writes the policy as a Hugging Face folder; rank 0 writes. Names and layout are transformers' own."""
-        written = export_model(self.policy.module, folder, DTYPES[dtype], self.rank == 0)
+        written = export_model(self.policy.module, folder, DTYPES[dtype], self.mesh.rank == 0)
         dist.barrier()
         return {"bytes": written}
 
-    def save(self, folder: str) -> dict[str, Any]:
-        """Writes ``model/`` (float32 Hugging Face folder), the optimizers' moments, ``trainer.json``, and the critic and the
-        refreshed reference where there are any."""
-        target, write = Path(folder), self.rank == 0
-        self.export(str(target / "model"), "float32")
-        self.policy.save_moments(target / "optimizer.safetensors", write)
-        if self.critic is not None:
-            critic = full_state(self.critic.module, torch.float32, write)
-            if write:
-                save_file(critic, target / "critic.safetensors")
-            self.critic.save_moments(target / "critic_optimizer.safetensors", write)
-        if self.reference is not None and self.config.reference.refresh_every:
-            export_model(self.reference, str(target / "reference"), DTYPES[self.config.model.dtype], write)
-        if write:
-            record = {
-                "optimizer_steps": self.policy.steps,
-                "batches": self.batches,
-                "critic_steps": self.critic.steps if self.critic is not None else 0,
-                "entropy_coef": self.entropy_coef,
-                "entropy_active": self.entropy_active,
-                "torch_rng": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
-            }
-            (target / "trainer.json").write_text(json.dumps(record))
+    def export_adapter(self, folder: str, dtype: str) -> dict[str, Any]:
+        """Writes the policy's adapter as a peft folder; rank 0 writes."""
+        written = adapter.export(self.policy.module, Path(folder), DTYPES[dtype], self.mesh.rank == 0)
         dist.barrier()
+        return {"bytes": written}
+
+    def save(self, folder: str, model: bool) -> dict[str, Any]:
+        """Copies the state to host memory; a thread then writes ``state/`` and ``trainer.json`` below ``folder``, with
+        ``model`` the Hugging Face folder ``model/``, and with [lora] the peft folder ``adapter/``, both in float32. What was
+        saved before must be written first: it waits."""
+        save_state(self, Path(folder), model)
         return {}
 
-    def _load_state(self, folder: Path) -> None:
-        record = json.loads((folder / "trainer.json").read_text())
-        torch.set_rng_state(torch.tensor(list(base64.b64decode(record["torch_rng"])), dtype=torch.uint8))
-        self.policy.load_moments(folder / "optimizer.safetensors", record["optimizer_steps"])
-        self.batches = record["batches"]
-        if self.config.algorithm.entropy_target is not None:
-            self.entropy_coef, self.entropy_active = record["entropy_coef"], record["entropy_active"]
-        if self.critic is not None:
-            if not (folder / "critic.safetensors").exists():
-                raise EngineError(f"{folder} holds no critic: the run had another algorithm.advantage")
-            self.critic.load_parameters(folder / "critic.safetensors")
-            self.critic.load_moments(folder / "critic_optimizer.safetensors", record["critic_steps"])
-
-
-def threads_for(config: Trainer) -> int:
-    return config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
+    def saved(self) -> dict[str, Any]:
+        """Waits until all ranks have written what was saved last; EngineError where one could not. Not collective."""
+        self.saver.wait()
+        return {}

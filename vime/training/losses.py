@@ -19,8 +19,9 @@ from vime.config.sections import Algorithm
 
 
 def sequence_sums(values: torch.Tensor, mask: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Sum of ``values`` over the trained tokens of each sequence, [S]."""
-    sums = values.new_zeros(int(sequence[-1]) + 1)
+    """Sum of ``values`` over the trained tokens of sequence s at place s of [N]; S of them mean something. Asking the device
+    for S would make the host wait."""
+    sums = torch.zeros_like(values)
     return sums.index_add(0, sequence, torch.where(mask, values, 0.0))
 
 
@@ -101,8 +102,7 @@ def cispo(tokens: Tokens, options: Algorithm) -> Loss:
 def sapo(tokens: Tokens, options: Algorithm) -> Loss:
     """-(4 / tau) sigmoid(tau (rho - 1)) A, tau by the advantage's sign: a soft gate. SAPO (arXiv 2511.20347), equation 6."""
     positive = tokens.advantages > 0
-    slopes = tokens.logprobs.new_tensor([options.sapo_tau_negative, options.sapo_tau_positive])
-    tau = slopes[positive.long()]
+    tau = torch.full_like(tokens.logprobs, options.sapo_tau_negative).masked_fill(positive, options.sapo_tau_positive)
     gate = torch.sigmoid(tau * (torch.exp(tokens.log_ratio) - 1)) * 4 / tau
     return -gate * tokens.advantages, {}
 
@@ -163,7 +163,7 @@ def dpo(tokens: Tokens, options: Algorithm) -> Loss:
     1 / (S n_s) ("sequence") that is the mean over pairs.
     """
     assert tokens.reference is not None
-    margins = tokens.logprobs.new_zeros(int(tokens.group.max()) + 1)
+    margins = torch.zeros_like(tokens.logprobs)  # of group g at place g
     signed = torch.where(tokens.mask, tokens.advantages * (tokens.logprobs - tokens.reference), 0.0)
     margins = margins.index_add(0, tokens.group, signed)[tokens.group]
     return -F.logsigmoid(options.dpo_beta * margins), {"dpo_accuracy": margins > 0, "dpo_margin": margins}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 
@@ -44,6 +45,18 @@ def tokens(rows: Sequence[Row]) -> int:
     """Cost of a micro-batch in tokens: each distinct prompt once, each branch."""
     prompts = {row.key: row.prompt_tokens for row in rows}
     return sum(prompts.values()) + sum(row.branch_tokens for row in rows)
+
+
+def work(rows: Sequence[Row], hidden_size: int) -> float:
+    """Cost of a micro-batch in FLOPs, as the number of tokens that cost as much without attention.
+
+    A decoder layer of width h takes about 24 h^2 FLOPs a token and 4 h a pair of query and key (Megatron-LM, arXiv
+    2104.04473, section 3, which counts every pair of a sequence; causal attention sees half of them).
+    """
+    prompts = {row.key: row.prompt_tokens for row in rows}
+    pairs = sum(p * p / 2 for p in prompts.values())
+    pairs += sum(row.branch_tokens * (row.prompt_tokens + row.branch_tokens / 2) for row in rows)
+    return tokens(rows) + pairs / (6 * hidden_size)
 
 
 def weigh(rows: Sequence[Row], reduction: str, fixed_length: int = 1) -> list[Row]:
@@ -95,10 +108,12 @@ def chunks(rows: Sequence[Row], budget: int, whole_groups: bool) -> list[MicroBa
     cut: list[MicroBatch] = []
     for members in groups.values():
         current: MicroBatch = []
+        size = 0
         for row in members:
-            if current and tokens([*current, row]) > budget:
+            if current and size + row.branch_tokens > budget:
                 cut.append(current)
-                current = []
+                current, size = [], 0
+            size += row.branch_tokens + (0 if current else row.prompt_tokens)
             current.append(row)
         cut.append(current)
     return cut
@@ -114,35 +129,58 @@ def halve_largest(parts: list[MicroBatch]) -> bool:
     return True
 
 
-def plan(rows: Sequence[Row], ranks: int, budget: int, whole_groups: bool = False) -> list[list[MicroBatch]]:
-    """Micro-batches for every rank: ``result[rank][i]`` is a list of rows.
+def plan(
+    rows: Sequence[Row], ranks: int, budget: int, whole_groups: bool = False, hidden_size: int = 1024
+) -> list[list[MicroBatch]]:
+    """Micro-batches for every data rank: ``result[rank][i]`` is a list of rows. The budget, in tokens, limits memory; within
+    it ``work`` is balanced, since ranks wait for each other in every micro-batch.
 
     Invariants (asserted by the tests):
     - every row is in exactly one micro-batch;
     - every rank has the same number of micro-batches (collectives meet); one may be empty where rows are too few;
     - a micro-batch is within the budget, or holds a single row, or, where groups stay whole, a single group;
+    - micro-batches come by work, the largest first: no rank's i-th has less than any rank's next;
     - where groups stay whole (objectives that compare their samples), each is in one micro-batch;
     - the result depends on the arguments only.
     """
     parts = chunks(rows, budget, whole_groups)
     while not whole_groups and len(parts) < ranks and halve_largest(parts):
         pass
-    parts.sort(key=tokens, reverse=True)
-    count = max(ranks, min(-(-sum(map(tokens, parts)) // max(budget, 1)), len(parts)))
-    while True:
-        count = -(-count // ranks) * ranks
-        bins: list[list[MicroBatch]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for part in parts:
-            lightest = loads.index(min(loads))
-            bins[lightest].append(part)
-            loads[lightest] += tokens(part)
-        if all(load <= budget or len(held) == 1 for load, held in zip(loads, bins, strict=True)):
-            micro = [[row for part in held for row in part] for held in bins]
-            return [micro[rank::ranks] for rank in range(ranks)]
-        count += 1
+    sized = sorted(
+        ((work(part, hidden_size), tokens(part), part) for part in parts), key=lambda one: one[:2], reverse=True
+    )
+    count = max(ranks, min(-(-sum(size for _, size, _ in sized) // max(budget, 1)), len(parts)))
+    count = -(-count // ranks) * ranks
+    while (bins := deal(sized, count, budget)) is None:
+        count += -(-(1 + count // 100) // ranks) * ranks
+    bins.sort(key=lambda rows: work(rows, hidden_size), reverse=True)
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def deal(parts: Sequence[tuple[float, int, MicroBatch]], count: int, budget: int) -> list[MicroBatch] | None:
+    """``count`` micro-batches of (work, tokens, rows), each part to the one with the least work that has room; None where one
+    finds none."""
+    bins: list[MicroBatch] = [[] for _ in range(count)]
+    sizes = [0] * count
+    lightest = [(0.0, i) for i in range(count)]  # a heap
+    smallest = min((size for _, size, _ in parts), default=0)
+    for load, size, rows in parts:
+        passed = []
+        while lightest:
+            before, i = heappop(lightest)
+            if not bins[i] or sizes[i] + size <= budget:
+                break
+            passed.append((before, i))
+        else:
+            return None
+        bins[i] += rows
+        sizes[i] += size
+        for entry in [*passed, (before + load, i)]:
+            if sizes[entry[1]] + smallest <= budget:  # else it is full
+                heappush(lightest, entry)
+    return bins
 
 
 def plan_json(plans: list[list[MicroBatch]]) -> PlanJson:
     """A plan as it goes to the trainer."""
-    return [[[asdict(row) for row in micro] for micro in rank] for rank in plans]
+    return [[[dict(vars(row)) for row in micro] for micro in rank] for rank in plans]

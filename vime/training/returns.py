@@ -60,14 +60,16 @@ def gae(
     return result, torch.where(mask, result + values, 0.0)
 
 
-def whiten(parts: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """(x - mean) / sqrt(var + 1e-8) over the masked entries of all parts on all ranks; 0 elsewhere. Collective."""
+def whiten(
+    parts: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """(x - mean) / sqrt(var + 1e-8) over the masked entries of all parts on the group's ranks; 0 elsewhere. Collective."""
 
     def total(values: Sequence[torch.Tensor]) -> torch.Tensor:
         device = parts[0].device
         result = torch.stack([*(v.double().sum() for v in values), torch.zeros((), dtype=torch.double, device=device)])
         result = result.sum()
-        dist.all_reduce(result)
+        dist.all_reduce(result, group=group)
         return result
 
     count = total(masks).clamp(min=1)

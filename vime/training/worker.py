@@ -2,7 +2,8 @@
 
     python -m vime.training.worker CONFIG.json STORE_FOLDER PORT      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
 
-A command is POST /NAME with a JSON object of its arguments; the answer is JSON. Commands are carried out one at a time.
+A command is POST /NAME with a JSON object of its arguments; the answer is JSON. Commands are carried out one at a time, but
+for ``saved``: rank 0 answers it alone, while others are carried out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vime.config.sections import Config
-from vime.store.shared_memory import SharedMemoryStore
-from vime.training.engine import TorchEngine, threads_for
+from vime.config.sections import Config, Trainer
+from vime.store import STORES
+from vime.training.engine import TorchEngine
+from vime.training.mesh import broadcast_json
+from vime.training.reward import RewardEngine
 
-COMMANDS = ("load", "train", "compare", "logprobs", "export", "save")
+COMMANDS = ("load", "memory", "train", "evaluate", "compare", "logprobs", "export", "export_adapter", "save")
+Engine = TorchEngine | RewardEngine
 IDLE = datetime.timedelta(days=30)  # between commands ranks wait as long as a rollout takes
 
 
@@ -38,7 +42,16 @@ class Call:
         self.status, self.answer = 500, {"error": "the rank ended"}
 
 
-def serve(port: int, calls: queue.Queue[Call]) -> ThreadingHTTPServer:
+def carried_out(engine: Engine, name: str, arguments: dict[str, Any]) -> tuple[int, Any]:
+    """HTTP status and answer."""
+    try:
+        return 200, getattr(engine, name)(**arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return 500, {"error": f"{type(error).__name__}: {error}"}
+
+
+def serve(port: int, calls: queue.Queue[Call], engine: Engine) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -58,6 +71,9 @@ def serve(port: int, calls: queue.Queue[Call]) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             name = self.path.strip("/")
+            if name == "saved":
+                self._reply(*carried_out(engine, name, {}))
+                return
             if name not in COMMANDS:
                 self._reply(404, {"error": f"{name} is no command; known: {', '.join(COMMANDS)}"})
                 return
@@ -71,22 +87,21 @@ def serve(port: int, calls: queue.Queue[Call]) -> ThreadingHTTPServer:
     return server
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
-    """Rank 0's value on every rank, as JSON bytes."""
-    if dist.get_world_size(group) == 1:
-        return value
-    data = torch.tensor(list(json.dumps(value).encode()) if value is not None else [0], dtype=torch.uint8)
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, 0, group)
-    data = data if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(data, 0, group)
-    return json.loads(bytes(data.tolist()))
+def threads_for(config: Trainer) -> int:
+    return config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
+
+
+def device_of(section: Trainer) -> str:
+    """cpu or cuda."""
+    if section.device != "auto":
+        return section.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
+    cuda = device_of(config.trainer) == "cuda"
     device = torch.device("cpu")
     if cuda:  # the last devices: servers take the first
         count = torch.cuda.device_count()
@@ -94,20 +109,18 @@ def main() -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(threads_for(config.trainer))
+    torch.use_deterministic_algorithms(config.run.deterministic)
     timeout = datetime.timedelta(seconds=config.trainer.step_timeout_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     commands = dist.new_group(backend="gloo", timeout=IDLE)
-    engine = TorchEngine(config, SharedMemoryStore(Path(sys.argv[2])), rank, ranks, device)
+    kind: type[Engine] = RewardEngine if config.algorithm.objective == "bradley_terry" else TorchEngine
+    engine = kind(config, STORES[config.store.kind](Path(sys.argv[2])), device)
     calls: queue.Queue[Call] = queue.Queue()
-    server = serve(int(sys.argv[3]), calls) if rank == 0 else None
+    server = serve(int(sys.argv[3]), calls, engine) if rank == 0 else None
     while True:
         call = calls.get() if server else None
         name, arguments = broadcast_json([call.name, call.arguments] if call else None, commands)
-        try:
-            answer, status = getattr(engine, name)(**arguments), 200
-        except Exception as error:
-            traceback.print_exc()
-            answer, status = {"error": f"{type(error).__name__}: {error}"}, 500
+        status, answer = carried_out(engine, name, arguments)
         if call:
             call.status, call.answer = status, answer
             call.done.set()

@@ -1,0 +1,1 @@
+"""forksync keeps a derived code base aligned with its upstream: translate, compare, merge, measure, again."""

@@ -1,0 +1,7 @@
+"""``python -m forksync``."""
+
+import sys
+
+from forksync.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""The kinds of rules of a translation table."""

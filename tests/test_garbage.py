@@ -1,0 +1,56 @@
+"""Garbage while requests are in flight: the young is found, the old now and then, and after it all is as it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from vime.observe import garbage as module
+from vime.observe.garbage import YOUNG, Garbage
+
+
+class Thing:
+    """Something that refers to itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_young_garbage_is_found_and_the_whole_heap_is_never_looked_through() -> None:
+    looks = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        looks.append(info["generation"])
+
+    with Garbage():
+        gone = weakref.ref(Thing())
+        gc.callbacks.append(note)
+        kept = [[] for _ in range(30 * YOUNG)]
+        gc.callbacks.remove(note)
+        assert kept and gone() is None
+    assert looks and max(looks) == 1
+
+
+@pytest.mark.parametrize(("every_s", "found"), [(0.0, True), (1e9, False)])
+def test_old_garbage_is_found_between_steps_once_that_is_due(
+    monkeypatch: pytest.MonkeyPatch, every_s: float, found: bool
+) -> None:
+    monkeypatch.setattr(module, "OLD_EVERY_S", every_s)
+    with Garbage() as garbage:
+        old = Thing()
+        gone = weakref.ref(old)
+        gc.collect(1)  # it has become old
+        del old
+        gc.collect(1)
+        assert gone() is not None
+        garbage.between_steps()
+        assert (gone() is None) is found
+
+
+def test_afterwards_it_is_as_before() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with Garbage():
+        assert gc.get_freeze_count() > before[1]
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before

@@ -1,0 +1,90 @@
+"""Requests to a server: they wait for one, are asked again after a failure, not after a refusal, never more often than said."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from vime.config.sections import Rollout
+from vime.inference.client import InferenceError, RequestRefused
+from vime.inference.gate import Gate
+from vime.inference.requests import LOST_LIMIT, Requests
+
+
+def ask(monkeypatch: Any, retries: int, failures: list[Exception], lost: int = 0) -> tuple[str, int]:
+    """The answer after these failures, during the first ``lost`` of which a server is lost, and how often was asked."""
+    asked, gate = 0, Gate(usable=True)
+    requests = Requests(None, gate, Rollout(retries=retries, concurrency=1))  # type: ignore[arg-type]
+
+    async def call() -> str:
+        nonlocal asked
+        asked += 1
+        gate.disturbances += asked <= lost
+        if failures:
+            raise failures.pop(0)
+        return "answer"
+
+    async def at_once(seconds: float) -> None:
+        pass
+
+    monkeypatch.setattr("vime.inference.requests.asyncio.sleep", at_once)
+    try:
+        return asyncio.run(requests.made(call)), asked
+    except InferenceError as error:
+        return str(error), asked
+
+
+@pytest.mark.parametrize(("retries", "failures", "found"), [(0, 0, 1), (2, 1, 2), (2, 2, 3)])
+def test_a_failed_request_is_made_again(monkeypatch: Any, retries: int, failures: int, found: int) -> None:
+    assert ask(monkeypatch, retries, [InferenceError("down")] * failures) == ("answer", found)
+
+
+def test_after_the_last_retry_the_failure_is_the_answer(monkeypatch: Any) -> None:
+    assert ask(monkeypatch, 2, [InferenceError("down")] * 9) == ("down", 3)
+
+
+def test_a_refused_request_is_not_made_again(monkeypatch: Any) -> None:
+    assert ask(monkeypatch, 2, [RequestRefused("too long")]) == ("too long", 1)
+
+
+def test_the_loss_of_a_server_uses_up_no_retry(monkeypatch: Any) -> None:
+    assert ask(monkeypatch, 0, [InferenceError("gone")] * 5, lost=5) == ("answer", 6)
+    assert ask(monkeypatch, 1, [InferenceError("gone")] * 5 + [InferenceError("bad")] * 2, lost=5) == ("bad", 7)
+
+
+def test_a_request_under_which_servers_are_lost_again_and_again_fails(monkeypatch: Any) -> None:
+    assert ask(monkeypatch, 0, [InferenceError("gone")] * 99, lost=99) == ("gone", LOST_LIMIT + 1)
+
+
+def test_requests_wait_while_no_server_serves_or_the_gate_is_held() -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        requests = Requests(None, gate, Rollout(concurrency=2))  # type: ignore[arg-type]
+        sent: list[int] = []
+
+        async def call() -> None:
+            sent.append(1)
+
+        async def pending() -> asyncio.Task[None]:
+            task = asyncio.create_task(requests.made(call))
+            await asyncio.sleep(0.01)
+            return task
+
+        first = await pending()
+        assert not sent
+        gate.usable(True)
+        await first
+        with gate.held():
+            second = await pending()
+            gate.usable(True)  # a server that joins meanwhile opens nothing
+            await asyncio.sleep(0.01)
+            assert len(sent) == 1
+        await second
+        gate.usable(False)
+        third = await pending()
+        assert len(sent) == 2
+        third.cancel()
+
+    asyncio.run(scenario())
