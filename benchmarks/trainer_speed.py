@@ -295,7 +295,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["smollm2", "qwen3-0.6b", "qwen3-4b"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch at most")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a step")
+    parser.add_argument("--micro-batch", type=int, help="tokens of a micro-batch at most; default: all of the step's")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -306,7 +307,7 @@ def main() -> None:
     print(HEAD)
     found = []
     for name in args.models:
-        found += run(name, cases(args.tokens, args.lengths), args.variants, args.steps, args.tokens)
+        found += run(name, cases(args.tokens, args.lengths), args.variants, args.steps, args.micro_batch or args.tokens)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()

@@ -86,7 +86,14 @@ def make_models(folder: Path) -> None:
 
 
 def configuration(folder: Path, kind: str, split: str) -> Config:
-    trainer = {"learning_rate": 1e-3, "eps": 1e-8, "max_grad_norm": 1.0, "tokens_per_micro_batch": 40, **SPLITS[split]}
+    trainer = {
+        "learning_rate": 1e-3,
+        "eps": 1e-8,
+        "max_grad_norm": 1.0,
+        "tokens_per_micro_batch": 40,
+        "compile": False,
+        **SPLITS[split],
+    }
     model, sections = KINDS[kind]
     sections = {"algorithm": ALGORITHM, **sections, "trainer": trainer | sections.get("trainer", {})}
     return engine_config(folder / model, **sections)

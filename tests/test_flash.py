@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vime.training import flash
+from vime.training.checkpointing import checkpointed
 from vime.training.packed import pack, packed_attention
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -159,6 +160,34 @@ def test_a_shared_prompt_is_neither_copied_nor_padded() -> None:
     )  # prompt and first branch, others
     assert cross.query_ends.tolist() == [0, 9, 10] and cross.key_ends.tolist() == [0, 17, 19]
     assert cross.keys is not None and cross.keys.tolist() == [*range(17), 28, 29]
+
+
+def test_what_a_selective_checkpoint_keeps_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's results are kept where prompts are shared too, and not computed again."""
+    packed, calls = ROWS["unequal"], []
+
+    @torch.library.custom_op("vime_tests::flash_attention", mutates_args=())
+    def kept(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        *inputs, options = calls[number]
+        return emulated_forward(query, key, value, *inputs, **options)[:2]
+
+    def forward(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+        calls.append((*rest, options))
+        return *kept(query, key, value, len(calls) - 1), None, None, None
+
+    monkeypatch.setattr(flash, "forward_kernel", forward)
+    inputs = attention_inputs(packed.input_ids.shape[1])
+    weights = torch.randn(1, packed.input_ids.shape[1], HEADS, SIZE, dtype=torch.float64)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash.flash_attention(2 * q, k, v, packed.layout.runs, SCALE, None)
+
+    layer = torch.nn.Module()
+    layer.forward = attend  # type: ignore[method-assign]
+    found, wanted = (computed(inputs, weights, checkpointed(layer, mode)) for mode in ("selective", "none"))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_unshared_prompts_are_a_single_call_and_a_window_no_row_reaches_is_none() -> None:

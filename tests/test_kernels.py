@@ -36,6 +36,8 @@ def config(dtype: str = "bfloat16", device: str = "auto", **trainer: Any) -> Any
     ("bfloat16", GPU, {"attention": "sdpa", "compile": False}, Kernels()),
     ("bfloat16", GPU, {"kernels": "liger"}, Kernels(flash=True, compile=False, liger=True)),
     ("bfloat16", GPU, {"ranks": 2, "tensor_parallel": 2}, Kernels(flash=True, compile=False, liger=False)),
+    ("bfloat16", GPU, {"activation_checkpointing": "full"}, Kernels(flash=True, compile=True, liger=False)),
+    ("bfloat16", GPU, {"activation_checkpointing": "selective"}, Kernels(flash=True, compile=False, liger=False)),
     ("bfloat16", CPU, {}, Kernels()),
 ])  # fmt: skip
 def test_the_choice_by_device_and_dtype(dtype: str, device: torch.device, trainer: Any, chosen: Kernels) -> None:
@@ -49,6 +51,7 @@ def test_the_choice_by_device_and_dtype(dtype: str, device: torch.device, traine
     ("float32", "auto", {"attention": "flash"}, "flash kernels compute in bfloat16"),
     ("bfloat16", "auto", {"compile": True, "kernels": "liger"}, "both fuse the same operations"),
     ("bfloat16", "auto", {"compile": True, "ranks": 2, "tensor_parallel": 2}, "trainer.tensor_parallel = 2"),
+    ("bfloat16", "auto", {"compile": True, "activation_checkpointing": "selective"}, "cannot be chosen inside compiled code"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused(dtype: str, device: str, trainer: Any, message: str) -> None:
     (fault,) = kernel_faults(config(dtype, device, **trainer), device)

@@ -3,6 +3,7 @@ running out of it is said with numbers and settings."""
 
 from __future__ import annotations
 
+import functools
 import random
 import resource
 import runpy
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.engines import (
     SHAPE,
@@ -37,13 +39,15 @@ from vime.config.load import dump, impossible
 from vime.config.sections import Config
 from vime.sample import Sample
 from vime.store.shared_memory import SharedMemoryStore
+from vime.training import flash, memory, packed
 from vime.training.checkpointing import checkpointed
+from vime.training.kernels import compile_layers
 from vime.training.learner import EngineError
 from vime.training.memory import Prediction, predict, row_of, table
 from vime.training.mesh import Mesh
 from vime.training.out_of_memory import advice, explanation, summary
-from vime.training.packed import pack
-from vime.training.parallel import parallelize
+from vime.training.packed import Packed, pack
+from vime.training.parallel import decoder_layers, parallelize
 from vime.training.plan import PlanJson
 from vime.training.policy import Policy, load_model
 
@@ -176,6 +180,49 @@ def test_the_predicted_peak_is_what_the_allocator_counts(case: str, model: Path,
     measured = sum(p.numel() * p.element_size() for p in held) + counted(lambda: engine.train(updates, 10))
     bound = 0.2 if config.lora.rank else 0.1  # the adapter is not counted
     assert predict(config, CPU).total == pytest.approx(measured, rel=bound)
+
+
+def kept_by_compiled(config: Any, row: Packed, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that a forward pass keeps for the backward pass, beside parameters. Graphs are cut as Inductor cuts them."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation=packed.FLASH, dtype=torch.bfloat16))
+    compile_layers(decoder_layers(policy.decoder))
+    kept: dict[int, torch.UntypedStorage] = {}
+    given = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy(row, 1.0, 64)
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in given)
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig])
+def test_a_compiled_layer_is_taken_to_keep_what_the_compiler_keeps(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world()
+
+    def attend(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return query.clone(), query.new_zeros((query.shape[1], len(query)), dtype=torch.float32), None, None, None
+
+    torch._dynamo.reset()
+    row = pack([([1], [[2] * 42]), ([1], [[2] * 42])])
+    found, predicted = [], []
+    for layers in (2, 4):
+        shape = {**SHAPE, "hidden_size": 256, "intermediate_size": 768, "head_dim": 128}
+        config = kind(**shape, vocab_size=97, num_hidden_layers=layers)
+        with monkeypatch.context() as patched:
+            patched.setattr(flash, "forward_kernel", torch.compiler.disable(attend))
+            found.append(kept_by_compiled(config, row, patched))
+        with FakeTensorMode():
+            policy = Policy(
+                AutoModelForCausalLM.from_config(config, attn_implementation=packed.FLASH, dtype=torch.bfloat16)
+            )
+            given = memory.moved(row, CPU, data=False)
+            predicted.append(memory.measured_pass(policy, given, 1.0, 64, False, fused=True).activations)
+    assert predicted[1] - predicted[0] == pytest.approx(found[1] - found[0], rel=0.02)
 
 
 def test_the_benchmark_finds_its_rows_within_fifteen_per_cent() -> None:

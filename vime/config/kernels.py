@@ -30,6 +30,11 @@ def kernel_faults(config: Config, device: str) -> list[str]:
             f"trainer.compile = true with trainer.tensor_parallel = {trainer.tensor_parallel}: the ranks' sums inside a layer "
             'are not compiled; set trainer.compile = "auto"'
         )
+    if trainer.compile is True and trainer.activation_checkpointing == "selective":
+        faults.append(
+            'trainer.compile = true with trainer.activation_checkpointing = "selective": which results are kept cannot be chosen '
+            'inside compiled code; set trainer.compile = "auto", or trainer.activation_checkpointing to "full" or "none"'
+        )
     if trainer.compile is True and trainer.kernels == "liger":
         faults.append(
             'trainer.compile = true with trainer.kernels = "liger": both fuse the same operations; set one of them to its '

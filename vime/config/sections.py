@@ -332,7 +332,7 @@ class Trainer(Section):
     """flash: kernels of variable length, without padding; sdpa: PyTorch's attention, padded; auto: flash on GPUs in bfloat16"""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile each decoder layer, once for all row lengths; auto: on GPUs, unless kernels are liger's,
-    tensor_parallel is over 1, or LoRA trains; layers with experts never are"""
+    tensor_parallel is over 1, checkpointing is selective, or LoRA trains; layers with experts never are"""
     kernels: Literal["torch", "liger"] = "torch"
     """liger: fused norms, MLPs and rotary embeddings of liger-kernel, on GPUs; instead of compile"""
     logprob_chunk: Positive = 512

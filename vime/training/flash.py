@@ -174,8 +174,8 @@ class Attention(torch.autograd.Function):
             before = taken(total, at, 1)
             both = torch.logaddexp(before, of_part)
             merged = taken(output, at) * share(before - both) + part * share(of_part - both)
-            output.index_copy_(0, at, merged.to(output.dtype))
-            total.index_copy_(1, at, both)
+            output = output.index_copy(0, at, merged.to(output.dtype))  # in place would change what a checkpoint keeps
+            total = total.index_copy(1, at, both)
         if sinks is not None:
             both = torch.logaddexp(total, sinks.to(total.dtype)[:, None])
             output = (output * share(total - both)).to(output.dtype)

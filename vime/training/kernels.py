@@ -34,7 +34,8 @@ def choose(config: Config, device: torch.device) -> Kernels:
     trainer, gpu = config.trainer, device.type == "cuda"
     flash = trainer.attention == "flash" or (trainer.attention == "auto" and gpu and config.model.dtype == "bfloat16")
     liger = trainer.kernels == "liger"
-    fits = gpu and not liger and trainer.tensor_parallel == 1 and not config.lora.rank
+    selective = trainer.activation_checkpointing == "selective"
+    fits = gpu and not liger and not selective and trainer.tensor_parallel == 1 and not config.lora.rank
     compiled = trainer.compile is True or (trainer.compile == "auto" and fits)
     return Kernels(flash, compiled, liger)
 

@@ -41,8 +41,8 @@ FUSED = ("aten::_to_copy", "aten::cat", "aten::clone", "aten::mean")  # pointwis
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages made inside it, by the phase that they were made in, and their greatest sum.
 
-    ``fused``: as where layers are compiled. What pointwise operations make is computed again instead of kept, but for what a
-    layer hands on and attention takes, which the compiler does not see into.
+    ``fused``: activations as where layers are compiled. What pointwise operations make is not kept but computed again, from
+    what they were given, which then is kept in its place; but for what a layer hands on and attention and matrix products take.
     """
 
     def __init__(self, fused: bool = False) -> None:
@@ -50,26 +50,46 @@ class LiveBytes(TorchDispatchMode):
         self.fused = fused
         self.phase = "activations"
         self.phases: dict[int, str] = {}  # of each storage that lives
+        self.sources: dict[
+            int, dict[int, torch.UntypedStorage]
+        ] = {}  # of what is computed again, while it would be kept
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         name = operator._schema.name
-        if self.fused and any(word in name for word in ATTENTION):
+        fused = self.fused and self.phase == "activations"
+        if fused and any(word in name for word in ATTENTION):
             for tensor in args[:3]:
                 self.note(tensor)
-        elif self.fused and (torch.Tag.pointwise in operator.tags or name in FUSED):
+        elif fused and (torch.Tag.pointwise in operator.tags or name in FUSED):
+            self.derive(result, tree_leaves((args, kwargs)))
             return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.note(tensor)
         return result
 
+    def derive(self, result: torch.Tensor, given: list[Any]) -> None:
+        """Keeps what ``result`` can be computed from for as long as ``result`` itself would be."""
+        storage = result.untyped_storage()
+        key = storage._cdata
+        if key in self.phases or key in self.sources:
+            return
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                of = tensor.untyped_storage()
+                found |= {of._cdata: of} if of._cdata in self.phases else self.sources.get(of._cdata, {})
+        self.sources[key] = found
+        weakref.finalize(storage, self.sources.pop, key, None)
+
     def note(self, tensor: torch.Tensor, phase: str | None = None) -> None:
         """Begins to count a tensor's storage; one that is known already moves to ``phase``, if that is given."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        self.sources.pop(key, None)
         if (known := self.phases.get(key)) is None:
             weakref.finalize(storage, self._released, key, size)
         elif phase is None:
