@@ -11,6 +11,8 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check
 GPU := $(shell test -e /dev/nvidia0 && echo yes)
 ARGS ?=
 
+unexport PYTHONDONTWRITEBYTECODE # a server's three processes import torch and vllm: compiled each time, that takes twice as long
+
 .PHONY: setup demo test check chaos forksync-proof clean
 
 setup: $(VENV)/.ready
@@ -45,7 +47,7 @@ $(VENV)/.test: requirements/test.txt requirements/torchao.txt requirements/verif
 	touch $@
 
 test: check models/smollm2 $(VENV)/.test
-	TORCHAO=$(VENV)/torchao VERIFIERS=$(VENV)/verifiers $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	TORCHAO=$(VENV)/torchao VERIFIERS=$(VENV)/verifiers $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: setup $(VENV)/.test
 	$(PY) -m tests.chaos

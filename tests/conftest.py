@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,41 @@ from vime.inference.fleet import Fleet
 # each time: a run fails for what was changed.
 settings.register_profile("vime", deadline=None, database=None, derandomize=True, max_examples=60)
 settings.load_profile("vime")
+
+
+SERVERS = (
+    "adapters",
+    "algorithms",
+    "conversation",
+    "examples",
+    "fleet",
+    "fleet_faults",
+    "poller",
+    "rollout",
+    "weights",
+)
+SLOW = ("train", "deterministic", "splits", "trainer", "shards", "served_models", "engine_invariance", "supervised")
+
+
+def name_of(nodeid: str) -> str:
+    return Path(nodeid.split("::", maxsplit=1)[0]).stem.removeprefix("test_")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker is given a file in one piece, and those that share real servers, of 3 GB each, as if they were one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if name_of(nodeid) in SERVERS else name_of(nodeid)
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that both workers end together."""
+    items.sort(key=lambda item: (*SERVERS, *SLOW, name_of(item.nodeid)).index(name_of(item.nodeid)))
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +96,15 @@ async def serving(fleet: Fleet) -> None:
 def fleets(
     run: Any, session: aiohttp.ClientSession, models: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Fleet]]:
-    """``fleets(kind)``: a real vLLM server of the tiny model of that kind, started once, stopped at the end."""
+    """``fleets(kind)``: a real vLLM server of the tiny model of that kind. The tied one runs till the end, the others until
+    another of them is asked for."""
     started: dict[str, Fleet] = {}
+    assert name_of(os.environ["PYTEST_CURRENT_TEST"]) in SERVERS
 
     def fleet(kind: str) -> Fleet:
         if kind not in started:
+            for other in {*started} - {"tied"} if kind != "tied" else ():
+                run(started.pop(other).stop())
             started[kind] = Fleet(make_config(models(kind)), session, tmp_path_factory.mktemp(f"logs-{kind}"))
             run(serving(started[kind]))
         return started[kind]

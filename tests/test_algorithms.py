@@ -72,8 +72,8 @@ def jobs(tmp_path: Path, models: Any, fleets: Any, capsys: Any) -> Jobs:
 
 def test_a_server_scores_a_response_as_the_model_does(run: Any, fleets: Any, models: Any) -> None:
     prompt, response = [5, 9, 30], [7, 7, 100, 3]
-    server = fleets("moe").servers[0]
-    model = AutoModelForCausalLM.from_pretrained(models("moe"), dtype=torch.float32)
+    server = fleets("untied").servers[0]
+    model = AutoModelForCausalLM.from_pretrained(models("untied"), dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)

@@ -67,7 +67,7 @@ class Front(Server):
 
 
 def context(front: Front) -> Context:
-    async def score(task: Task, text: str) -> tuple[float, dict[str, float]]:
+    async def score(_: Context, task: Task, sample: Sample) -> tuple[float, dict[str, float]]:
         asked = trace.now()
         await asyncio.sleep(0.01)
         trace.note_call("reward", asked, asked + 0.004, "reward-worker-1")

@@ -132,8 +132,10 @@ def server_env(config: Config, index: int) -> dict[str, str]:
     elif not on_gpu():
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every server's main thread, and all it starts, has the same core
+            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+            "KMP_BLOCKTIME": "5",  # as vLLM sets it where it binds
+            "KMP_TPAUSE": "0",
         }
         if (openmp := Path(sys.prefix, "lib", "libiomp5.so")).exists():  # comes with vllm-cpu; its worker asks for it
             env["LD_PRELOAD"] = ":".join(filter(None, [str(openmp), os.environ.get("LD_PRELOAD")]))

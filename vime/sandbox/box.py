@@ -208,9 +208,9 @@ def bubblewrap(home: Path, limits: Limits) -> list[str]:
         bwrap(),
         *("--unshare-user", "--unshare-all", "--disable-userns", "--uid", "1000", "--gid", "1000"),
         *("--hostname", "box", "--die-with-parent", "--new-session"),
-        *readable,
-        *("--ro-bind", str(home), HOME, "--proc", "/proc", "--dev", "/dev"),
-        *("--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"),
+        *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"),
+        *readable,  # after /tmp, in which Python itself may lie
+        *("--ro-bind", str(home), HOME),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"),
     ]
 
