@@ -23,10 +23,12 @@ measurements are green.
 def init(arguments: argparse.Namespace) -> int:
     from forksync.git import open_repository
     from forksync.init import init as start
+    from forksync.words import counted
 
     done = start(open_repository(arguments.repo), arguments.upstream, arguments.branch, arguments.base, arguments.fork)
     learned = done.learned
-    print(f"upstream {done.base[:12]}: {len(learned.pairs)} files belong together, {len(learned.rules)} rules proposed")
+    pairs, rules = counted(len(learned.pairs), "pair"), counted(len(learned.rules), "rule")
+    print(f"upstream {done.base[:12]}: {pairs} of files belong together, {rules} proposed")
     for rule in learned.rules:
         print(f"{learned.gains.get(rule.name, 0):7} lines  {rule.name}")
     print(
