@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ def test_a_program_reads_its_input_and_ends_with_its_outputs_and_code(kind: str)
     text = "import sys\nprint(input() + '!')\nprint('bad', file=sys.stderr)\nsys.exit(3)"
     assert program(text, kind, "grüße\n") == Ended("grüße!\n", "bad\n", 3)
     assert program("print(__name__, __file__[-10:])\nimport jsonschema", kind).stdout == "__main__ program.py\n"
+
+
+def test_python_is_found_where_it_lies_under_a_folder_that_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, symlinks=True)
+        monkeypatch.setattr(sys, "prefix", folder)
+        monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
+        assert program("import sys\nprint(sys.executable)").stdout == f"{folder}/bin/python\n"
 
 
 def test_an_error_of_a_program_is_told_with_its_line() -> None:
