@@ -9,8 +9,6 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check
 GPU := $(shell test -e /dev/nvidia0 && echo yes)
-# A CPU without instructions for bfloat16 computes in it many times slower than in float32.
-DTYPE := $(shell test -e /dev/nvidia0 || grep -q 'avx512_bf16\|amx_bf16' /proc/cpuinfo || echo --model.dtype float32)
 ARGS ?=
 
 unexport PYTHONDONTWRITEBYTECODE # a server's three processes import torch and vllm: compiled each time, that takes twice as long
@@ -36,7 +34,7 @@ models/smollm2: | setup
 
 demo: setup models/smollm2
 	rm -rf runs/demo
-	$(VENV)/bin/vime train examples/demo/config.toml $(DTYPE) $(ARGS)
+	$(VENV)/bin/vime train examples/demo/config.toml $(if $(GPU),,--model.dtype `$(PY) -m vime.cluster.cpu`) $(ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .

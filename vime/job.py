@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from vime.cluster import cpu
 from vime.cluster.open_files import connections_allowed
 from vime.config.algorithms import warnings
 from vime.config.load import ConfigError
@@ -20,6 +21,7 @@ from vime.config.sections import Config
 from vime.data.journal import Journal
 from vime.data.load import known_tasks, load_data, make_cursor
 from vime.functions import FunctionError, user_function
+from vime.inference.commands import on_gpu
 from vime.inference.fleet import Fleet, scoring_server
 from vime.inference.poller import LoadPoller
 from vime.inference.requests import Requests
@@ -321,7 +323,8 @@ async def open_job(config: Config, view: LiveView, resume: bool, kind: type[Job]
     checkpoint = job.prepare_folder(resume)
     check_functions(config)
     connections_allowed(config.rollout.concurrency)
-    for line in warnings(config):
+    slow = config.model.dtype == "bfloat16" and not on_gpu() and not cpu.computes_bfloat16()
+    for line in [*warnings(config), *([f"{cpu.SLOW}; {cpu.FIX}"] if slow else [])]:
         view.message(f"note: {line}")
     prompts, job.eval_tasks = load_data(config)
     known = known_tasks(prompts)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+from vime.cluster import cpu
 from vime.cluster.local import free_port
 from vime.cluster.open_files import RESERVED
 from vime.doctor import GIB, Finding, gib, guarded, judged, ok
@@ -42,6 +43,12 @@ def cores() -> Iterator[Finding]:
         "other programs use them; times will be longer than they need be",
         "warning",
     )
+
+
+def bfloat16() -> Iterator[Finding]:
+    if not on_gpu():
+        slow = not cpu.computes_bfloat16()
+        yield judged("bfloat16", cpu.SLOW if slow else "this CPU computes in it", slow, cpu.FIX, "warning")
 
 
 def memory() -> Iterator[Finding]:
@@ -161,6 +168,7 @@ def installed(name: str, supported: str) -> Finding:
 
 LOOKS = {
     "cores": cores,
+    "bfloat16": bfloat16,
     "memory": memory,
     "GPU": gpu,
     "disk": disk,
