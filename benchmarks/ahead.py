@@ -2,8 +2,9 @@
 
     python -m benchmarks.ahead [--steps N] [--staleness K ...] [OVERRIDE ...]
 
-Prints for each bound on staleness: the median step, its phases, response tokens a second of the whole step, the share of time in
-which the trainer and the servers had nothing to do, the reward of the last steps and held-out accuracy.
+Prints for each bound on staleness: the median step and its phases (rollout is what the loop waits for its batch), groups trained
+in a step, response tokens a second of the whole step, the share of time in which the loop waits for a batch, the share of looks,
+one a second, that find the servers with nothing to do, the reward of the last steps and held-out accuracy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from statistics import fmean, median
 BUILD = Path(__file__).resolve().parents[1] / "build/ahead"
 CONFIG = "examples/demo/config.toml"
 SKIPPED = 2  # first steps, in which all is warmed up and nothing can have been made ahead
+PHASES = ("step", "rollout", "train", "publish", "sync", "probe")
 LAST = 4  # steps whose reward is told
 
 
@@ -46,9 +48,10 @@ def row(staleness: int, found: list[dict[str, float]]) -> str:
     seconds = sum(step["time/step"] for step in timed)
     cells = [
         str(staleness),
-        *(f"{middle(f'time/{phase}'):.2f}" for phase in ("step", "rollout", "train")),
+        *(f"{middle(f'time/{phase}'):.2f}" for phase in PHASES),
+        f"{fmean(step['rollout/groups'] - step['rollout/filtered'] for step in timed):.1f}",
         f"{sum(step['rollout/response_tokens'] for step in timed) / seconds:.0f}",
-        f"{1 - sum(step.get('time/train', 0.0) for step in timed) / seconds:.0%}",
+        f"{sum(step['time/rollout'] for step in timed) / seconds:.0%}",
         f"{fmean(step['servers/idle_fraction'] for step in timed if 'servers/idle_fraction' in step):.0%}",
         f"{fmean(step['rollout/staleness_mean'] for step in timed):.2f}",
         f"{max(step['rollout/staleness_max'] for step in timed):.0f}",
@@ -65,7 +68,14 @@ def main() -> None:
     given, overrides = parser.parse_known_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     found = {staleness: train(staleness, given.steps, overrides) for staleness in given.staleness}
-    names = ["max_staleness", "step, s", "waiting for the batch", "train", "tokens/s", "trainer idle", "servers idle"]
+    names = [
+        "max_staleness",
+        *(f"{phase}, s" for phase in PHASES),
+        "groups trained",
+        "tokens/s",
+        "loop waits",
+        "servers idle",
+    ]
     names += ["staleness", "largest", "last rewards", "held-out"]
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for staleness, steps in found.items():

@@ -4,6 +4,8 @@ A driver, two vLLM servers behind the router, a trainer and reward workers train
 of faults breaks one of them after another: processes are killed or stopped, answers cut, spoilt or garbled, rewards raise, hang
 or eat memory, the disk fills up. A run that ends is resumed. At the end the journal and the last checkpoint must account
 for every prompt: trained once, filtered with a reason, or in the buffer.
+
+    python -m tests.chaos [FAULT ...]     only faults whose names begin so: router, "server stopped"
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ threads = 1
 every = 1
 model = false
 """
-PROCESSES = {  # what is killed or stopped, by what its command line holds
+PROCESSES = {  # what is killed or stopped, by what its command line holds; a router names itself so
     "server": "vllm.entrypoints.openai.api_server",
-    "router": "vllm-router",
+    "router": "vllm::router",
     "reward worker": "vime.workers.child",
     "trainer": "vime.training.worker",
 }
@@ -163,16 +165,19 @@ class Chaos:
         elif fault == "disk full":
             self.fill_disk()
         else:
-            victims = [self.driver.pid] if what == "driver" else [p.pid for p in self.children(what)]
-            if not victims:
-                return
+            while not (victims := self.pids(what)):
+                self.until(lambda: bool(self.pids(what)), fault)
             self.signal(self.chance.choice(victims), kind, what)
         self.done[fault] += 1
+
+    def pids(self, what: str) -> list[int]:
+        assert self.driver
+        return [self.driver.pid] if what == "driver" else [process.pid for process in self.children(what)]
 
     def signal(self, pid: int, kind: str, what: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
-            if kind == "stopped" and what in ("driver", "router"):  # nobody watches over these: the machine slept
+            if kind == "stopped" and what == "driver":  # nobody watches over it: the machine slept
                 time.sleep(3)
                 os.kill(pid, signal.SIGCONT)
 
@@ -247,7 +252,7 @@ def verdict(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path = Path("runs/chaos"), seed: int = 0, times: dict[str, int] = TIMES) -> dict[str, Any]:
+def main(times: dict[str, int], folder: Path = Path("runs/chaos"), seed: int = 0) -> dict[str, Any]:
     chaos, started = Chaos(folder.absolute(), seed), time.monotonic()
     chaos.prepare()
     with small_disk(chaos.run_dir) as small:
@@ -278,5 +283,6 @@ def main(folder: Path = Path("runs/chaos"), seed: int = 0, times: dict[str, int]
 
 
 if __name__ == "__main__":
-    result = main()
+    asked = {fault: count for fault, count in TIMES.items() if fault.startswith(tuple(sys.argv[1:] or [""]))}
+    result = main(asked or sys.exit(f"no such fault; they are: {', '.join(TIMES)}"))
     sys.exit(bool(result["lost"] or result["duplicated"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -114,12 +115,13 @@ def behind(run: Run) -> Counter[int]:
     st.integers(0, 3),
     st.sampled_from(["wait", "drop", "mask"]),
     st.sampled_from(["none", "zero_variance"]),
+    st.sampled_from([0, 1, 4]),
     st.integers(1, 4),
     st.integers(0, 8),
     st.randoms(use_true_random=False),
 )
 def test_no_token_is_trained_too_late_and_no_prompt_is_lost_or_used_twice(
-    bound: int, stale: str, filtering: str, groups: int, busy: int, chance: random.Random
+    bound: int, stale: str, filtering: str, refills: int, groups: int, busy: int, chance: random.Random
 ) -> None:
     lengths = [1, 1, 2, 3, 5, 40]
     with TemporaryDirectory() as folder:
@@ -132,6 +134,7 @@ def test_no_token_is_trained_too_late_and_no_prompt_is_lost_or_used_twice(
             max_staleness=bound,
             stale=stale,
             filter=filtering,
+            max_refills=refills,
         )
 
         async def whole() -> None:
@@ -167,6 +170,34 @@ def test_groups_are_made_while_the_trainer_learns(tmp_path: Path) -> None:
 
     asyncio.run(two_steps())
     assert [outcome.oldest_version for outcome in run.batches[1]] == [0, 0]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_no_batch_waits_for_what_would_replace_a_filtered_group_where_none_is_to_be_replaced(
+    tmp_path: Path, ahead: int
+) -> None:
+    rewards = itertools.cycle([0.0, 1.0, 0.5, 0.5])  # every second group has no variance
+    run = make(
+        tmp_path,
+        lambda: 2,
+        busy=20,
+        reward=lambda: next(rewards),
+        groups=4,
+        max_staleness=ahead,
+        filter="zero_variance",
+        max_refills=0,
+    )
+    waits: list[bool] = []
+
+    async def whole() -> None:
+        for _ in range(8):
+            waits.append(len(run.scheduler.ready) + len(run.scheduler.filtered) < 4)
+            await run.steps(1)
+
+    asyncio.run(whole())
+    trained = [sum(not outcome.filtered for outcome in batch) for batch in run.batches]
+    assert trained == [2] * 8 if ahead == 0 else min(trained) == 2, "with no refill, no batch waits for more"
+    assert any(waits[1:]) is (ahead == 0), "running ahead, the next batch is ready when it is asked for"
 
 
 def test_a_batch_waits_for_the_response_that_would_otherwise_be_too_old(tmp_path: Path) -> None:

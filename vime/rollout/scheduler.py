@@ -106,13 +106,12 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Starts the groups that there is room for, up to those of the run's last batch."""
-        outstanding = len(self.running) + len(self.ready)
+        if self._broken:
+            return
+        outstanding = len(self.running) + len(self.ready) + self._unreplaced()
         wanted = self.section.groups
         free = room(wanted, self.section.max_staleness, self.version, self.shipped, outstanding)
         to_the_end = wanted * (self.config.run.steps - self.shipped) - outstanding
-        replaced = sum(outcome.filtered != STALE for outcome in self.filtered)
-        if self._broken or replaced > wanted * self.section.max_refills:
-            return
         if self.deterministic and self.running:  # which group ends first must not decide what is begun next
             return
         for _ in range(min(free, to_the_end)):
@@ -126,6 +125,11 @@ class Scheduler:
             started = asyncio.create_task(self._group(group_id, task))
             self.running[group_id] = started, self.version
             started.add_done_callback(lambda done, group_id=group_id: self._ended(group_id, done))  # type: ignore[misc]
+
+    def _unreplaced(self) -> int:
+        """Places of the next batch that stay empty: groups filtered since the last one, beyond those that refills replace."""
+        filtered = sum(outcome.filtered != STALE for outcome in self.filtered)
+        return max(0, filtered - self.section.groups * self.section.max_refills)
 
     def _ended(self, group_id: int, done: asyncio.Task[Outcome]) -> None:
         if done.cancelled() or group_id not in self.running:  # who cancelled it has seen to its prompt
@@ -155,7 +159,7 @@ class Scheduler:
         """The groups of the next batch: of those that are ready the oldest, or what a function of slime's takes; None where
         others are to be waited for."""
         slime, wanted = self.context.slime, self.section.groups
-        if self.running and len(self.ready) < wanted:
+        if self.running and len(self.ready) + self._unreplaced() < wanted:
             return None
         by_age = self._by_age()
         if slime is None or "buffer_filter" not in slime:
@@ -163,7 +167,7 @@ class Scheduler:
         chosen, dropped = await slime.choose(self, by_age)
         self.filtered += [self.drop(self.ready.pop(group_id), BUFFER_FILTER) for group_id in dropped]
         self._fill()
-        return None if self.running and len(chosen) < wanted else chosen
+        return None if self.running and len(chosen) + self._unreplaced() < wanted else chosen
 
     def _ship(self, chosen: list[int]) -> list[Outcome] | None:
         """These groups as the next batch, if it can go."""

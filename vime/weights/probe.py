@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vime.config.sections import Config
+from vime.inference.alive import while_it_lives
 from vime.inference.client import Completion, InferenceError, Server
 from vime.inference.commands import on_gpu
 from vime.training.client import Trainer
@@ -51,7 +52,9 @@ class Probe:
 
         ProbeError where the mean of one is over the bound; that server is paused, or its adapter unloaded.
         """
-        sampled = await asyncio.gather(*(self._sample(server) for server in servers), return_exceptions=True)
+        silent_s = self.config.inference.health_timeout_s
+        samples = (while_it_lives(server, self._sample, silent_s) for server in servers)
+        sampled = await asyncio.gather(*samples, return_exceptions=True)
         rows = [
             {"prompt_ids": prompt, "response_ids": completion.token_ids}
             for completions in sampled

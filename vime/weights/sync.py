@@ -8,8 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from vime.config.sections import Config
+from vime.inference.alive import while_it_lives
 from vime.inference.client import Adapter, InferenceError, Server
-from vime.inference.fleet import LOOK_EVERY_S, Fleet, Member
+from vime.inference.fleet import Fleet, Member
 from vime.inference.life import Answer
 from vime.weights.adapters import AdapterChannel
 from vime.weights.channel import SharedMemoryChannel
@@ -131,16 +132,20 @@ class Sync:
                 if at_sync and self.in_flight in HELD:
                     await self._drained()
                 self.fleet.front.version = version
-            taken = await self._each(members, self.channel.take, verdict=at_sync)
+            taken = await self._each(members, self.channel.take, loads=True, verdict=at_sync)
             if self.channel.pauses:
                 taken = await self._each(taken, Server.resume)
         for member in taken:
             member.server.version = version
         return taken
 
-    async def _each(self, members: Takers, call: Callable[[Server], Awaitable[None]], verdict: bool = False) -> Takers:
-        """Those on which the call went well; the others fall. ``verdict``: a failure of all is raised if all are well."""
-        calls = (while_it_lives(member.server, call) for member in members)
+    async def _each(
+        self, members: Takers, call: Callable[[Server], Awaitable[None]], loads: bool = False, verdict: bool = False
+    ) -> Takers:
+        """Those on which the call went well; the others fall. ``loads``: they answer nothing else meanwhile; ``verdict``: a
+        failure of all is raised if all are well."""
+        silent_s = None if loads else self.fleet.limits.silent_s
+        calls = (while_it_lives(member.server, call, silent_s) for member in members)
         results = await asyncio.gather(*calls, return_exceptions=True)
         failures = {m: r for m, r in zip(members, results, strict=True) if isinstance(r, BaseException)}
         for error in failures.values():
@@ -180,28 +185,6 @@ class Sync:
             if member.losses == members[member]:
                 await self.fleet.admit(member)
         return [result for _, result in proved]
-
-
-async def while_it_lives(server: Server, call: Callable[[Server], Awaitable[None]]) -> None:
-    """The call, or InferenceError once the server says that its engine is dead: it may leave what was asked before unanswered.
-
-    One that says nothing is waited for: it answers nothing while it loads weights.
-    """
-
-    async def its_end() -> None:
-        await asyncio.sleep(LOOK_EVERY_S)
-        while await server.answer() is not Answer.NO:
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    calling, watching = asyncio.ensure_future(call(server)), asyncio.ensure_future(its_end())
-    try:
-        await asyncio.wait([calling, watching], return_when=asyncio.FIRST_COMPLETED)
-        if not calling.done():
-            raise InferenceError(f"{server.url} no longer answers")
-        await calling
-    finally:
-        calling.cancel()
-        watching.cancel()
 
 
 def differences(proofs: Sequence[ProbeResult]) -> dict[str, float]:
