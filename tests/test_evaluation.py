@@ -116,6 +116,13 @@ def test_an_evaluation_that_a_killed_run_did_not_come_to_is_made_after_the_resum
 # Parts
 
 
+def test_the_evaluation_before_the_first_step_can_be_left_out(models: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path, models("tied"), 2, background=False)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"at_start": False})})
+    asyncio.run(whole_run(config, Server(ms_per_token=1.0), QuickJob))
+    assert [step for step, _ in evaluations(tmp_path / "run")] == [1, 2]
+
+
 def test_sets_of_supervised_runs_have_intervals_of_their_own_too() -> None:
     sets = {"a": {"source": "a"}, "b": {"source": "b", "every": 3}, "c": {"source": "c", "every": 0}}
     tree = {"model": {"path": "m"}, "data": {"source": "d"}, "eval": {"every": 2, "sets": sets}}

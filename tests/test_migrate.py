@@ -178,7 +178,15 @@ VALUES = [
         "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2",
         {"trainer.ranks": 4, "inference.servers": 2},
     ),
+    ("--colocate --actor-num-gpus-per-node 1", {"trainer.ranks": 1, "inference.servers": 1}),
     ("--save-interval 5", {"checkpoint.every": 5}),
+    ("--skip-eval-before-train", {"eval.at_start": False}),
+    (
+        "--eval-prompt-data a b.jsonl --eval-top-p 0.7 --eval-top-k 20 --rollout-top-p 0.9",
+        {"eval.sets.a.top_p": 0.7, "eval.sets.a.top_k": 20},
+    ),
+    ("--eval-prompt-data a b.jsonl --rollout-top-p 0.9", {"eval.sets.a.top_p": 0.9}),
+    ("--use-tis --tis-level token --tis-clip 3", {"algorithm.corrections.tis.high": 3.0}),
 ]
 
 
@@ -194,6 +202,13 @@ def test_values_are_converted(words: str, options: dict[str, object], tmp_path: 
     if not options:
         assert found.keys() <= {"data", "algorithm", "rollout"} and "updates" not in found["algorithm"]
         assert not {"kl_coef", "kl_in"} & found["algorithm"].keys()
+
+
+def test_a_kind_of_importance_ratio_that_is_not_there_is_told_with_what_is_near(tmp_path: Path) -> None:
+    (row,) = [
+        row for row in of("python train.py --use-tis --tis-level geometric", tmp_path).rows if row.flag == "--tis-level"
+    ]
+    assert row.verdict == MISSING and "mask_geometric" in row.note
 
 
 def test_what_flags_are_mapped_to_is_there() -> None:

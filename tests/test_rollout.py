@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_config, make_tokenizer, scored_by
+from vime.config.data import EvalSet
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal, account
 from vime.inference.requests import Requests
+from vime.rollout.evaluate import evaluate_set
 from vime.rollout.generate import Context
 from vime.rollout.outcome import Outcome, rollout_metrics
 from vime.rollout.scheduler import RolloutError, Scheduler
@@ -74,6 +76,20 @@ def test_a_batch_has_whole_groups_whose_payloads_are_what_the_server_sampled(ben
             payload = made.store.get(row.key, row.index)
             assert len(payload.response_ids) == len(payload.logprobs) == row.response_tokens
             assert (payload.logprobs < 0).all() and payload.loss_mask.all()
+
+
+def test_an_evaluation_set_is_sampled_as_it_says(bench: Any) -> None:
+    made = bench(by_length)
+
+    def texts(**sampling: Any) -> list[list[str]]:
+        section = EvalSet(source="", samples=4, **sampling)
+        _, rows = made.run(evaluate_set("x", section, TASKS[:2], made.context, made.config, 0))
+        return [[row["response"] for row in rows if row["task"] == task.id] for task in TASKS[:2]]
+
+    greedy = texts()
+    assert all(len(set(of_task)) == 1 for of_task in greedy)
+    assert texts(temperature=1.0, top_k=1) == greedy and texts(temperature=1.0, top_p=1e-6) == greedy
+    assert any(len(set(of_task)) > 1 for of_task in texts(temperature=1.0))
 
 
 def test_prompts_end_as_trained_and_their_payloads_are_dropped(bench: Any) -> None:

@@ -100,6 +100,10 @@ class EvalSet(DataSet):
     """responses a prompt; k of pass@k"""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 is greedy"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of the probability that is sampled from, its likeliest tokens"""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """number of likeliest tokens that are sampled from; 0: all"""
     max_tokens: Positive | None = None
     """response tokens at most; default: rollout.max_tokens"""
     every: NonNegative | None = None

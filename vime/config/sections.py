@@ -52,6 +52,8 @@ class Evaluation(Section):
 
     every: NonNegative = 0
     """steps between evaluations; 0: only at the start and the end"""
+    at_start: bool = True
+    """before the first step; without it there is nothing to compare the end with"""
     background: bool = False
     """training goes on meanwhile; what is measured are the weights of the evaluation's step all the same (docs/evaluation.md)"""
     pass_reward: float = 1.0

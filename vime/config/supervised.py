@@ -59,6 +59,8 @@ class HeldOut(Section):
 
     every: NonNegative = 0
     """steps between evaluations; 0: only at the start and the end"""
+    at_start: bool = True
+    """before the first step"""
     sets: dict[str, HeldOutSet] = Field(default_factory=dict)
     """evaluation sets by name: `[eval.sets.NAME]`; training rows with the prompt of one of theirs are left out"""
 

@@ -134,13 +134,21 @@ def with_tis(given: Given, values: list[str]) -> Options | tuple[Options, str]:
     return {}, "in the correction's bounds" if "use_tis" in given else "without --use-tis it is not used"
 
 
-def only_one(name: str) -> Rule:
-    def rule(given: Given, values: list[str]) -> Options | tuple[Options, str]:
-        if number(values[0]) != 1.0:
-            raise Unfit(f"only 1: {name} would change what is trained; the servers would renormalise, the trainer not")
-        return {}, "1, as always"
+def tis_level(given: Given, values: list[str]) -> Options | tuple[Options, str]:
+    if values[0] != "token" and "use_tis" in given:
+        raise Unfit(
+            "the ratio is a token's; a response's product: algorithm.corrections.tis_sequence, its geometric mean, as a mask: "
+            "mask_geometric"
+        )
+    return with_tis(given, values)
 
-    return rule
+
+def no_top_p(given: Given, values: list[str]) -> Options | tuple[Options, str]:
+    if number(values[0]) != 1.0:
+        raise Unfit(
+            "only 1: rollout.top_p would change what is trained; the servers would renormalise, the trainer not"
+        )
+    return {}, "1, as always"
 
 
 def no_top_k(given: Given, values: list[str]) -> Options | tuple[Options, str]:
@@ -161,6 +169,12 @@ def eval_sets(given: Given, values: list[str]) -> Options:
         "prompt_key": given.text("eval_input_key", given.text("input_key", "input")),
         "answer_key": given.text("eval_label_key", given.text("label_key", "label")),
     }
+    top_p, top_k = (
+        given.number("eval_top_p", given.number("rollout_top_p", 1.0)),
+        given.number("eval_top_k", given.number("rollout_top_k", -1)),
+    )
+    one |= {"top_p": top_p} if top_p < 1 else {}
+    one |= {"top_k": int(top_k)} if top_k > 0 else {}
     if "eval_max_response_len" in given:
         one["max_tokens"] = given.whole("eval_max_response_len", 0)
     return {f"eval.sets.{name}": {"source": file, **one} for name, file in zip(names, files, strict=True)}
@@ -213,6 +227,10 @@ def devices(given: Given, values: list[str]) -> Options | tuple[Options, str]:
         return {"trainer.ranks": total, "inference.servers": servers}
     servers = max(1, total // 2 // engine)
     ranks = max(1, total - servers * engine) // model * model or model
+    if total == 1 and engine == 1 and ranks == 1:
+        return {"trainer.ranks": 1, "inference.servers": 1}, (
+            "both on the one device all the time; vllm.gpu-memory-utilization is the server's share of it"
+        )
     if ranks + servers * engine > total:
         return {"trainer.ranks": ranks, "inference.servers": servers}, (
             f"{total} devices, shared in turn before, do not do for both: {servers * engine} for servers and {ranks} for the "
@@ -322,7 +340,7 @@ RULES: dict[str, Rule] = {
     "save": lambda given, values: {"run.dir": f"runs/{Path(values[0]).name}"},
     "num_epoch": epochs,
     "global_batch_size": updates,
-    "rollout_top_p": only_one("rollout.top_p"),
+    "rollout_top_p": no_top_p,
     "rollout_top_k": no_top_k,
     "rollout_stop_token_ids": lambda given, values: {"rollout.stop_token_ids": [int(number(one)) for one in values]},
     "rollout_max_context_len": option("vllm.max-model-len", lambda text: int(number(text))),
@@ -334,8 +352,9 @@ RULES: dict[str, Rule] = {
     "eval_max_response_len": in_sets,
     "eval_input_key": in_sets,
     "eval_label_key": in_sets,
-    "eval_top_p": only_one("eval's top_p"),
-    "eval_top_k": no_top_k,
+    "eval_top_p": in_sets,
+    "eval_top_k": in_sets,
+    "skip_eval_before_train": fixed({"eval.at_start": False}),
     "eval_max_context_len": fixed({}, "vllm.max-model-len bounds all"),
     "advantage_estimator": estimator,
     "disable_grpo_std_normalization": fixed({}, "in algorithm.advantage"),
@@ -351,6 +370,7 @@ RULES: dict[str, Rule] = {
     "use_tis": tis,
     "tis_clip": with_tis,
     "tis_clip_low": with_tis,
+    "tis_level": tis_level,
     "use_opsm": lambda given, values: {"algorithm.corrections.opsm.high": given.number("opsm_delta", 1e-4)},
     "opsm_delta": fixed({}, "in algorithm.corrections.opsm"),
     "use_rollout_logprobs": fixed({"algorithm.old_logprobs": "behaviour"}),

@@ -208,7 +208,7 @@ class Script:
                 except ValueError:
                     pass
         self.notes.append(
-            f"{path.name}, line {line}: whether `{' '.join(words)}` holds is not known; it was read as if"
+            f"{path.name}, line {line}: whether `{' '.join(words)}` holds is not known; it was read as if it did"
         )
         return True
 

@@ -78,7 +78,6 @@ MISSING: dict[str, tuple[str, ...]] = {  # reason -> flags without a counterpart
         "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
         "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "expert_parallel_size",
     ),
-    "the first evaluation is before the first step": ("skip_eval_before_train",),
     "the schedule spans the run": ("lr_decay_iters", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
     "every batch is followed by a sync": ("update_weights_interval",),
     "write its sets as [eval.sets.NAME]": ("eval_config",),

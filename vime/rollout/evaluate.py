@@ -20,6 +20,8 @@ from vime.sample import Sample, Task
 def set_sampling(section: EvalSet, config: Config) -> dict[str, Any]:
     return {
         "temperature": section.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
         "max_tokens": section.max_tokens or config.rollout.max_tokens,
         "stop_token_ids": config.rollout.stop_token_ids,
     }
