@@ -33,6 +33,22 @@ def test_young_garbage_is_found_and_the_whole_heap_is_never_looked_through() -> 
     assert looks and max(looks) == 1
 
 
+def test_no_look_is_through_many_objects_while_all_live() -> None:
+    """As when thousands of requests begin: a tenth of a second went by in one look through a hundred thousand."""
+    looked_through = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            looked_through.append(sum(len(gc.get_objects(one)) for one in range(info["generation"] + 1)))
+
+    with Garbage():
+        gc.callbacks.append(note)
+        kept = [[] for _ in range(30 * YOUNG)]
+        gc.callbacks.remove(note)
+        assert kept
+    assert len(looked_through) >= 10 and max(looked_through) <= 4 * YOUNG
+
+
 @pytest.mark.parametrize(("every_s", "found"), [(0.0, True), (1e9, False)])
 def test_old_garbage_is_found_between_steps_once_that_is_due(
     monkeypatch: pytest.MonkeyPatch, every_s: float, found: bool

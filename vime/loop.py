@@ -7,6 +7,8 @@ responses are sampled in ``rollout/``; the mathematics in ``training/``.
 
 from __future__ import annotations
 
+import asyncio
+
 from vime.config.sections import Config
 from vime.config.shape import hidden_size
 from vime.job import Job
@@ -32,7 +34,7 @@ async def train(job: Job) -> None:
 
             async with job.sync.lock:  # no server joins while the trainer's weights are not those that are published
                 with job.clock("train"):
-                    if updates := plan_updates(batch, config):  # else: every group was filtered, nothing to learn
+                    if updates := await asyncio.to_thread(plan_updates, batch, config):  # else: nothing to learn
                         answer = await job.trainer.train(updates, job.optimizer_steps)
                         job.metrics |= answer["metrics"]
                         note_advantages(batch, answer["advantages"])

@@ -11,10 +11,10 @@ import gc
 import time
 from typing import Self
 
-YOUNG = 10_000
+YOUNG = 5_000
 """Objects made, less those gone, until the young are looked through: it takes about a millisecond."""
-YOUNGER = 10
-"""Such looks until those that survived them are looked through as well."""
+YOUNGER = 1
+"""Such looks until those that survived them are looked through as well: all of them, when thousands of requests begin."""
 NEVER = 1 << 30
 OLD_EVERY_S = 1800.0
 """Between two looks through everything: a second in half an hour is not felt, and a run of many days does not fill up."""
