@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,16 @@ def test_a_kind_is_known_by_the_parameters_of_the_function_or_said() -> None:
     assert kind_found("gspo") == "algorithm.objective"
     for name in ("custom-rm-path", "--custom-rm-path", "slime.custom_rm_path", "reward"):
         assert kind_named(name) == "reward"
+
+
+@pytest.mark.parametrize(("page", "functions"), [("reward", ["short"]), ("algorithm", ["advantage", "objective"])])
+def test_what_the_guide_writes_passes_its_contract(
+    page: str, functions: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", Path(f"docs/guide/{page}.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    for function in functions:
+        assert main(["contract", f"{tmp_path}/mine.py:{function}"]) == 0, capsys.readouterr()
 
 
 def test_the_command_prints_a_table_and_tells_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ class RolloutJob(HalfJob):
 
     def make_trainer(self, session: aiohttp.ClientSession) -> Trainer:
         return NoTrainer(self.engine, session, self.run_dir, self.store.folder)
+
+    @contextlib.contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        with super().clock(phase) if phase != "train" else contextlib.nullcontext():
+            yield
 
     async def save(self, last: bool) -> None:
         pass

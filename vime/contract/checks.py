@@ -424,10 +424,11 @@ CHECKERS: dict[str, Checker] = {
     "algorithm.objective": native_objective,
 }
 NATIVE = {  # parameters by which a function of ours is known
-    "rollout.generate": ("context", "task"),
-    "reward.function": ("task", "response"),
-    "algorithm.advantage": ("rollouts",),
-    "algorithm.objective": ("tokens", "options"),
+    ("context", "task"): "rollout.generate",
+    ("task", "response"): "reward.function",
+    ("rollouts",): "algorithm.advantage",
+    ("tokens", "options"): "algorithm.objective",
+    ("tokens", "algorithm"): "algorithm.objective",
 }
 
 
@@ -437,7 +438,7 @@ def kinds_of(function: Any) -> list[str]:
         return ["data_source"]
     parameters = inspect.signature(function).parameters.values()
     names = tuple(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-    found = [kind for kind, wanted in NATIVE.items() if names == wanted]
+    found = [NATIVE[names]] if names in NATIVE else []
     for kind, hook in HOOKS.items():
         by_position = tuple(name for name in names if name not in (*hook.keywords, *hook.optional))
         named = set(names) & {*hook.keywords}
