@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there; the newest and the best stay; what the background cannot write ends the run."""
 
 import asyncio
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.stand_in_runs import QuickJob, Server, configuration, whole_run
 from tests.tiny import make_config
 from vime.checkpoint import CheckpointError, Checkpoints, read_state
 from vime.job import Job
@@ -182,3 +185,27 @@ def test_the_second_interrupt_gives_up_what_is_being_written(tmp_path: Path) -> 
         assert not job.checkpoints.failed and job.checkpoints.steps() == []
 
     asyncio.run(run())
+
+
+def test_files_that_it_has_the_lengths_of_are_on_the_disk_before_it_is_and_the_event_loop_does_not_wait_for_them(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def noting(handle: int) -> None:
+        flushed.append(
+            (Path(os.readlink(f"/proc/self/fd/{handle}")).name, threading.current_thread() is threading.main_thread())
+        )
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    config = configuration(
+        tmp_path, models("tied"), run={"dir": str(tmp_path / "run"), "steps": 1}, checkpoint={"every": 1}
+    )
+    job, _ = asyncio.run(whole_run(config, Server(), QuickJob))
+    state = read_state(job.checkpoints.latest())
+    names = [name for name, _ in flushed]
+    renamed = names.index("checkpoints")  # the folder, after the checkpoint in it has its name
+    assert {*state["offsets"], "trace.jsonl", "state.json"} <= {*names[:renamed]}
+    assert not [name for name, on_loop in flushed if on_loop]

@@ -22,9 +22,9 @@ class CheckpointError(Exception):
     """There is nothing to resume from, or it does not fit; the message says what and what to do."""
 
 
-def flush(folder: Path) -> None:
-    """Forces every file and folder below ``folder`` to the disk."""
-    for path in [*folder.rglob("*"), folder]:
+def flush(*paths: Path) -> None:
+    """Forces files and folders, but not what is in the folders, to the disk."""
+    for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -66,10 +66,10 @@ class Checkpoints:
     def commit(self, step: int) -> Path:
         """Makes the draft of ``step`` the newest checkpoint and removes those no longer kept."""
         draft, target = self.draft_path(step), self.path(step)
-        flush(draft)
+        flush(*draft.rglob("*"), draft)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
-        flush_folder(self.folder)
+        flush(self.folder)
         self.prune(read_state(target).get("best_step"))
         return target
 
@@ -115,12 +115,6 @@ class Checkpoints:
                 shutil.rmtree(self.path(step), ignore_errors=True)
         for left in self.folder.glob("step-*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from vime import __version__
-from vime.checkpoint import CheckpointError, Checkpoints, read_state
+from vime.checkpoint import CheckpointError, Checkpoints, flush, read_state
 from vime.config.load import ConfigError, dump
 from vime.config.sections import Config
 from vime.config.supervised import Supervised
@@ -165,10 +165,12 @@ class Run:
             self.checkpoints.write(self.step, self.saved(draft / "model" if model else None), self.note_written)
 
     async def saved(self, model: Path | None) -> None:
-        """Waits for the trainer's part of a checkpoint and completes its model's folder."""
+        """Waits for the trainer's part of a checkpoint and completes its model's folder. The files that the checkpoint has the
+        lengths of are on the disk before it is."""
         await self.trainer.saved()
         if model:
             self.complete(model)
+        await asyncio.to_thread(flush, *self.run_dir.glob("*.jsonl"))
 
     def note_written(self, seconds: float) -> None:
         """Of the step that goes on, not of the one that was saved."""

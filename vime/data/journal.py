@@ -20,7 +20,7 @@ class Journal:
         self._file.write(json.dumps({"event": event, "group": group_id, **details}) + "\n")
 
     def offset(self) -> int:
-        """Bytes written so far, all on their way to the disk."""
+        """Length of the file in bytes."""
         self._file.flush()
         return self._file.tell()
 

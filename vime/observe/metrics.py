@@ -154,12 +154,8 @@ class Recorder:
         self._write(SAMPLES, [{**row, "step": step} for row in rows])
 
     def offsets(self) -> dict[str, int]:
-        """Lengths in bytes of the files, on disk when this returns: what a checkpoint keeps for ``rewind``."""
-        lengths = {}
-        for name, file in self._files.items():
-            os.fsync(file.fileno())
-            lengths[name] = os.fstat(file.fileno()).st_size
-        return lengths
+        """Lengths in bytes of the files: what a checkpoint keeps for ``rewind``."""
+        return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
 
     def close(self) -> None:
         """Closes files and sinks; may be called twice."""

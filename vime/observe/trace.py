@@ -70,9 +70,8 @@ class Trace:
         self._file.flush()
 
     def offset(self) -> int:
-        """Length of the file in bytes, on disk when this returns."""
+        """Length of the file in bytes."""
         self.flush()
-        os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
