@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 
@@ -47,6 +48,26 @@ def test_no_look_is_through_many_objects_while_all_live() -> None:
         gc.callbacks.remove(note)
         assert kept
     assert len(looked_through) >= 10 and max(looked_through) <= 4 * YOUNG
+
+
+def test_the_young_do_not_become_many_while_as_many_old_ones_go() -> None:
+    """As when responses end: half a second went by in the first look after a rollout."""
+
+    async def run() -> int:
+        most = 0
+        with Garbage() as garbage, garbage.looked_for():
+            old = [[] for _ in range(100 * YOUNG)]
+            gc.collect(1)
+            young: list[list[int]] = []
+            while old:
+                for _ in range(YOUNG // 5):
+                    old.pop()
+                    young.append([])
+                most = max(most, len(gc.get_objects(0)) + len(gc.get_objects(1)))
+                await asyncio.sleep(module.YOUNG_EVERY_S / 10)
+        return most
+
+    assert asyncio.run(run()) < 50 * YOUNG
 
 
 @pytest.mark.parametrize(("every_s", "found"), [(0.0, True), (1e9, False)])

@@ -361,6 +361,7 @@ async def open_job(config: Config, view: LiveView, resume: bool, kind: type[Job]
         job.lag = LoopLag()
         stack.enter_context(job.lag.measured())
         job.garbage = stack.enter_context(Garbage())
+        stack.enter_context(job.garbage.looked_for())
         job.scheduler = make_scheduler(job)
         stack.push_async_callback(job.scheduler.close)
         job.meters = [job.scheduler.counts, job.rewards.counts, job.tools.counts, job.poller.metrics, fleet.metrics]
