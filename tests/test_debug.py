@@ -156,9 +156,8 @@ def test_rollout_only_makes_groups_and_keeps_them_without_a_trainer(dumped: tupl
     run_dir = tmp_path / "half-rollout"
     steps = learned(run_dir)
     assert list(steps) == [1, 2, 3] and all("train/loss" not in step for step in steps.values())
-    assert (
-        all(0 < step["reward/mean"] < 1 for step in steps.values()) and "rollout only" in said and "train …" not in said
-    )
+    assert all(0 < step["reward/mean"] < 1 for step in steps.values())
+    assert "rollout only" in said and "train …" not in said
     assert len(lines(run_dir / "samples.jsonl")) == 24 and job.summary()["rollout_tokens_per_s"] > 0
     assert not any(path.name.startswith("trainer") for path in (run_dir / "logs").iterdir())
     assert not (run_dir / "checkpoints").exists() and len(find_dumps(run_dir)) == 3

@@ -77,9 +77,8 @@ class Run:
         self.seconds_before = 0.0  # of the runs that this one resumes
         self.stop_requested = False
         self.unsent: tuple[str, ...] = ()  # beginnings of the step's metrics that sinks do not get
-        self.owed = (
-            list(config.eval.sets) if config.eval.at_start else []
-        )  # sets of this step that are not measured yet
+        # evaluation sets of this step that are not measured yet
+        self.owed = list(config.eval.sets) if config.eval.at_start else []
 
     @property
     def steps(self) -> int:

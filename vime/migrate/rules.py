@@ -169,10 +169,8 @@ def eval_sets(given: Given, values: list[str]) -> Options:
         "prompt_key": given.text("eval_input_key", given.text("input_key", "input")),
         "answer_key": given.text("eval_label_key", given.text("label_key", "label")),
     }
-    top_p, top_k = (
-        given.number("eval_top_p", given.number("rollout_top_p", 1.0)),
-        given.number("eval_top_k", given.number("rollout_top_k", -1)),
-    )
+    top_p = given.number("eval_top_p", given.number("rollout_top_p", 1.0))
+    top_k = given.number("eval_top_k", given.number("rollout_top_k", -1))
     one |= {"top_p": top_p} if top_p < 1 else {}
     one |= {"top_k": int(top_k)} if top_k > 0 else {}
     if "eval_max_response_len" in given:
