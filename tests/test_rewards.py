@@ -290,6 +290,14 @@ def test_a_missing_file_or_module_is_named_with_the_nearest(user_file: Path) -> 
     assert "did you mean config?" in refusal("vime.confg:length")
 
 
+def test_the_nearest_module_is_sought_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"my_{name}_rewards.py").touch()
+        monkeypatch.chdir(tmp_path / name)
+        assert f"did you mean my_{name}_rewards?" in refusal(f"my_{name}_rewardz:length")
+
+
 # what a reward returns
 
 

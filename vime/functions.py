@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import traceback
@@ -98,6 +99,7 @@ def load_module(place: str, path: str) -> ModuleType:
 def module_hint(place: str) -> str:
     """``"; did you mean X?"`` for the closest module beside a missing one, "" where none is close."""
     parent, _, name = place.rpartition(".")
-    folders = sys.modules[parent].__path__ if parent else None
+    # pkgutil remembers the directory that "" stood for when it was first asked
+    folders = sys.modules[parent].__path__ if parent else [folder or os.getcwd() for folder in sys.path]
     hint = nearest(name, [module.name for module in pkgutil.iter_modules(folders)])
     return hint if "did you mean" in hint else ""
