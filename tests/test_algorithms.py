@@ -99,7 +99,8 @@ def test_ppo_with_a_critic_and_the_kl_to_a_reference_behind_a_url(jobs: Jobs) ->
 
 def test_distillation_brings_the_policy_nearer_to_a_teacher_behind_a_url(jobs: Jobs) -> None:
     words = ["--algorithm.advantage", "reverse_kl", "--algorithm.objective", "policy_gradient"]
-    jobs.run("train", PROMPTS, *words, "--teacher.url", jobs.other, "--rollout.groups", "8", steps=6)
+    many = ["--rollout.groups", "8", "--rollout.samples_per_group", "16"]  # the distance is over what was sampled
+    jobs.run("train", PROMPTS, *words, "--teacher.url", jobs.other, *many, steps=5)
     distances = [step["train/teacher_kl"] for step in jobs.steps()]
     assert distances[-1] < 0.8 * distances[0]
 
