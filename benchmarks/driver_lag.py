@@ -3,8 +3,8 @@
     python -m benchmarks.driver_lag [--trajectories N] [--tokens MEAN] [--ms-per-token MS] [--steps N]
 
 A whole run of ``vime train``, with its journal, store, rewards, metrics, live view and checkpoints, whose server and
-trainer are stand-ins (``stand_in.py``) in processes of their own: what is measured is the driver. Prints, of the steps
-after the first, the lag of the event loop and the trajectories a second. It needs the tokenizer in models/smollm2.
+trainer are stand-ins (``stand_in.py``) in processes of their own, on cores of their own: what is measured is the driver.
+Prints the lag of the event loop and the trajectories a second. It needs the tokenizer in models/smollm2.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import resource
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -101,17 +102,32 @@ async def server(given: argparse.Namespace) -> AsyncIterator[str]:
         await process.stop()
 
 
+def apart() -> Callable[[], None]:
+    """Halves the cores: processes that are begun from now on get one half, this one, when the answer is called, the other."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    os.sched_setaffinity(0, cores[half:])
+
+    def take() -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores[: half or 1])
+
+    return take
+
+
 async def measure(given: argparse.Namespace) -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     connections_allowed(given.trajectories)  # the stand-in inherits the raised limit
     vime.run.Trainer = StandInTrainer  # type: ignore[misc]
     screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+    take_cores = apart()
     async with server(given) as url:
         config = configuration(given, url)
         with LiveView("driver lag", config.run.steps, screen) as view:
             async with open_job(config, view, resume=False) as job:
                 job.poller.admission.each = given.trajectories  # at once, not by growing from turnover to turnover
+                take_cores()
                 lag, started, cpu = OwnLag(), time.perf_counter(), time.process_time()
                 with lag.measured():
                     await train(job)

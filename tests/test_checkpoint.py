@@ -14,6 +14,7 @@ from tests.stand_in_runs import QuickJob, Server, configuration, whole_run
 from tests.tiny import make_config
 from vime.checkpoint import CheckpointError, Checkpoints, read_state
 from vime.job import Job
+from vime.rollout.outcome import Outcome
 from vime.training.client import TrainerError
 
 
@@ -185,6 +186,29 @@ def test_the_second_interrupt_gives_up_what_is_being_written(tmp_path: Path) -> 
         assert not job.checkpoints.failed and job.checkpoints.steps() == []
 
     asyncio.run(run())
+
+
+def test_a_resumed_run_has_the_numbers_of_all_its_steps(models: Any, tmp_path: Path) -> None:
+    sections = {"checkpoint": {"every": 1}, "log": {"dump_every": 0}}
+    config = configuration(tmp_path, models("tied"), run={"dir": str(tmp_path / "run"), "steps": 2}, **sections)
+    first, _ = asyncio.run(whole_run(config, Server(), QuickJob))
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 3})})
+    resumed, _ = asyncio.run(whole_run(longer, Server(), QuickJob, resume=True))
+    assert resumed.history[:2] == first.history and len(resumed.history) == 3
+    assert resumed.summary()["reward_first"] == first.history[0]["reward/mean"]
+    assert "history" not in read_state(resumed.checkpoints.latest())  # it would be written anew again and again
+
+
+def test_what_was_trained_is_in_the_store_no_more(models: Any, tmp_path: Path) -> None:
+    left = []
+
+    class Looking(QuickJob):
+        async def record_batch(self, batch: list[Outcome]) -> None:
+            left.extend(self.store.folder.iterdir())
+            await super().record_batch(batch)
+
+    asyncio.run(whole_run(configuration(tmp_path, models("tied")), Server(), Looking))
+    assert left == []
 
 
 def test_files_that_it_has_the_lengths_of_are_on_the_disk_before_it_is_and_the_event_loop_does_not_wait_for_them(

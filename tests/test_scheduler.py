@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vime.rollout.scheduler
 from tests.tiny import make_config
 from vime.data import DataError
 from vime.data.cursor import PromptCursor
@@ -26,8 +28,8 @@ from vime.inference.client import Server
 from vime.inference.gate import Gate
 from vime.inference.requests import Requests
 from vime.rollout.generate import GENERATE, Context
-from vime.rollout.outcome import Outcome, rollout_metrics
-from vime.rollout.scheduler import Scheduler
+from vime.rollout.outcome import Outcome, rollout_metrics, stored_keys
+from vime.rollout.scheduler import STARTED_AT_ONCE, Scheduler
 from vime.sample import Sample, Task, VersionSpan
 from vime.store.shared_memory import SharedMemoryStore
 
@@ -72,6 +74,7 @@ class Run:
             for _ in range(self.busy):
                 await asyncio.sleep(0)
             self.scheduler.trained(batch, self.requests.version + 1)
+            self.store.drop(stored_keys(batch))
             self.requests.front.version += 1
 
     def trained(self) -> list[Outcome]:
@@ -118,13 +121,14 @@ def behind(run: Run) -> Counter[int]:
     st.sampled_from([0, 1, 4]),
     st.integers(1, 4),
     st.integers(0, 8),
+    st.sampled_from([1, STARTED_AT_ONCE]),
     st.randoms(use_true_random=False),
 )
 def test_no_token_is_trained_too_late_and_no_prompt_is_lost_or_used_twice(
-    bound: int, stale: str, filtering: str, refills: int, groups: int, busy: int, chance: random.Random
+    bound: int, stale: str, filtering: str, refills: int, groups: int, busy: int, at_once: int, chance: random.Random
 ) -> None:
     lengths = [1, 1, 2, 3, 5, 40]
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, patch.object(vime.rollout.scheduler, "STARTED_AT_ONCE", at_once):
         run = make(
             Path(folder),
             lambda: chance.choice(lengths),
@@ -275,6 +279,29 @@ def test_no_more_groups_are_made_than_the_run_can_train(tmp_path: Path) -> None:
     run = make(tmp_path, lambda: 1, steps=3, max_staleness=5)
     asyncio.run(run.steps(3))
     assert run.account() == {"taken": 6, "trained": 6, "filtered": {}, "open": [], "twice": []}
+
+
+def test_of_many_groups_few_are_begun_in_one_turn_of_the_event_loop_and_all_in_the_end(tmp_path: Path) -> None:
+    """The end of the scheduler in the middle of that begins no more."""
+    run = make(tmp_path, lambda: 1000, groups=100)
+
+    async def begun() -> list[int]:
+        collecting = asyncio.create_task(run.scheduler.collect())
+        counts = []
+        for _ in range(20):
+            counts.append(len(run.scheduler.running))
+            await asyncio.sleep(0)
+        collecting.cancel()
+        run.requests.front.version += 1
+        run.scheduler._fill()
+        await run.scheduler.close()
+        await asyncio.sleep(0.01)
+        return counts
+
+    counts = asyncio.run(begun())
+    assert max(after - before for before, after in itertools.pairwise(counts)) == STARTED_AT_ONCE and counts[-1] == 200
+    assert not run.scheduler.running and run.account()["taken"] == 200 + STARTED_AT_ONCE
+    assert len(run.cursor.buffer) == 200 + STARTED_AT_ONCE and not run.cursor.open
 
 
 def test_ready_groups_survive_in_a_checkpoint_and_their_prompts_are_not_asked_again(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class Replay:
         return batch
 
     def trained(self, batch: list[Outcome], step: int) -> None:
-        self.job.store.drop(stored_keys(batch))
+        pass
 
     def state(self, held: Sequence[int]) -> dict[str, Any]:
         return {}

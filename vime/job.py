@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +261,8 @@ class Job(Run):
             "syncs": self.syncs_before + self.sync.count,
         }
 
-    def held(self) -> list[int]:
-        return list(self.scheduler.ready)
+    def held(self) -> Collection[int]:
+        return self.scheduler.ready.keys()
 
     async def add_to(self, draft: Path) -> None:
         await self.scheduler.save(draft / "ready")
@@ -273,9 +273,10 @@ class Job(Run):
         remove_later(self.run_dir, self.step)
         return state
 
-    def record_batch(self, batch: list[Outcome]) -> None:
+    async def record_batch(self, batch: list[Outcome]) -> None:
         """Logs the step that has ended with its batch."""
-        self.metrics |= rollout_metrics(batch, self.scheduler.batch_version, self.scheduler.seconds)
+        version, seconds = self.scheduler.batch_version, self.scheduler.seconds
+        self.metrics |= await asyncio.to_thread(rollout_metrics, batch, version, seconds)
         for measured in self.meters:
             self.metrics |= measured()
         self.metrics["driver/lag_max_ms"] = max(self.lag.take())

@@ -13,7 +13,7 @@ from vime.config.sections import Config
 from vime.config.shape import hidden_size
 from vime.job import Job
 from vime.observe import trace
-from vime.rollout.outcome import Outcome, note_advantages
+from vime.rollout.outcome import Outcome, note_advantages, stored_keys
 from vime.training.plan import PlanJson, pairs, plan, plan_json, weigh
 
 
@@ -37,18 +37,26 @@ async def train(job: Job) -> None:
                     if updates := await asyncio.to_thread(plan_updates, batch, config):  # else: nothing to learn
                         answer = await job.trainer.train(updates, job.optimizer_steps)
                         job.metrics |= answer["metrics"]
-                        note_advantages(batch, answer["advantages"])
+                        await asyncio.to_thread(note_advantages, batch, answer["advantages"])
 
                 job.step += 1
                 job.scheduler.trained(batch, job.step)
+                await asyncio.to_thread(job.store.drop, stored_keys(batch))
                 await sync(job)
 
             last = job.is_last()
             improved = await job.evaluate(job.due_sets(last), last)
-        job.record_batch(batch)
+        await job.record_batch(batch)
+        await asyncio.to_thread(let_go, batch)
         if last or job.due(config.checkpoint.every) or (improved and config.checkpoint.every):
             await job.save(last)
     await job.checkpoints.written()
+
+
+def let_go(batch: list[Outcome]) -> None:
+    """Frees a batch little by little: all its objects at once would take a tenth of a second, in which nothing else happens."""
+    while batch:
+        batch.pop()
 
 
 def plan_updates(batch: list[Outcome], config: Config) -> list[PlanJson]:

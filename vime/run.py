@@ -7,8 +7,10 @@ import contextlib
 import json
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from vime.data.cursor import PromptCursor
 from vime.inference.client import open_session
 from vime.observe import trace
 from vime.observe.live import LiveView
-from vime.observe.metrics import Recorder, rewind
+from vime.observe.metrics import Recorder, read_run, rewind
 from vime.observe.report import write_report
 from vime.store import STORES, SharedMemoryStore
 from vime.training.client import Trainer
@@ -168,23 +170,33 @@ class Run:
         lengths of are on the disk before it is."""
         await self.trainer.saved()
         if model:
-            self.complete(model)
+            await asyncio.to_thread(self.complete, model)
         await asyncio.to_thread(flush, *self.run_dir.glob("*.jsonl"))
 
     def note_written(self, seconds: float) -> None:
         """Of the step that goes on, not of the one that was saved."""
         self.metrics["checkpoint/write_s"] = seconds
 
-    def held(self) -> list[int]:
+    def held(self) -> Collection[int]:
         """Groups whose prompts need not come again after a resume: what was made of them is in the checkpoint."""
-        return []
+        return ()
 
     async def add_to(self, draft: Path) -> None:
         """Writes what a checkpoint holds beside the state and the trainer's part."""
 
     def complete(self, model: Path) -> None:
         """Adds to a model's folder what the trainer does not know of."""
-        self.tokenizer.save_pretrained(model)
+        for name, content in self.tokenizer_files.items():
+            (model / name).parent.mkdir(exist_ok=True)
+            (model / name).write_bytes(content)
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """By path in a model's folder. To make them takes a tenth of a second, in which nothing else can happen."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            files = [path for path in Path(folder).rglob("*") if path.is_file()]
+            return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the trainer's own; JSON."""
@@ -197,7 +209,6 @@ class Run:
             "traced": self.trace.offset() if self.trace else 0,
             "evals": self.evals,
             "owed": self.owed,
-            "history": self.history,
             "best": self.best,
             "best_step": self.best[1] if self.best else None,
             "seconds": self.seconds_before + time.monotonic() - self.started,
@@ -222,12 +233,15 @@ class Run:
         self.step = state["step"]
         self.evals = [(step, metrics) for step, metrics in state["evals"]]
         self.owed = [name for name in state.get("owed", []) if name in self.settings.eval.sets]
-        self.history = state["history"]
         self.best = tuple(state["best"]) if state["best"] else None  # type: ignore[assignment]
         self.seconds_before = state["seconds"]
         self.cursor.load(state["cursor"])
         rewind(self.run_dir, state["offsets"])
         trace.rewind(self.run_dir / trace.TRACE, state.get("traced", 0))
+        self.history = [
+            {name: value for name, value in metrics.items() if value is not None}
+            for _, metrics in read_run(self.run_dir).steps
+        ]
         return state
 
     def total(self, name: str) -> float:
@@ -306,6 +320,7 @@ class Run:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Inside, the loop runs: interrupts are heeded, and what breaks it is told by its cause."""
+        _ = self.tokenizer_files  # before the loop runs
         self.heed_interrupts()
         watch = asyncio.create_task(self.watch_checkpoints(asyncio.current_task()))
         try:

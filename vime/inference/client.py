@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from vime.inference.life import Answer
+from vime.inference.limiter import Limiter
 from vime.inference.load import parse_load
 from vime.observe import trace
 from vime.rollout.admission import Load
@@ -29,6 +30,9 @@ NEEDED = (GENERATE, "/pause", "/resume", "/start_weight_update", "/update_weight
 WEIGHT_INFO = "/weight_info"  # servers that offer it also say which weights made which token (not vLLM 0.26)
 ALIVE = ("/is_sleeping", "/health")  # the first reaches the engine's own process, which /health does not
 LOOK_TIMEOUT_S = 5.0
+ANSWERS_AT_ONCE = 8
+"""Answers taken up in one turn of the event loop: each is work for up to a millisecond, until its reward is asked for; an update
+of the weights may end thousands of responses at once."""
 PAUSES = {  # rollout.in_flight
     "recompute": "mode=keep&clear_cache=true",
     "keep_cache": "mode=keep&clear_cache=false",
@@ -240,6 +244,7 @@ class Server:
         self.version = 0
         self.adapter: Adapter | None = None
         self.in_flight: Counter[str] = Counter()
+        self.answers = Limiter(ANSWERS_AT_ONCE)
         self.bases: set[int] = set()  # versions of the model's own weights that answered for an adapter
 
     async def _call(
@@ -251,7 +256,9 @@ class Server:
                 if response.status != 200:
                     kind = RequestRefused if 400 <= response.status < 500 else InferenceError
                     raise kind(f"{method} {url} answered {response.status}: {(await response.text())[:500]}")
-                return parse(await response.read())
+                answer = await response.read()
+            await self.answers.passed()
+            return parse(answer)
         except TimeoutError:
             raise InferenceError(f"{method} {url} gave no answer in {timeout_s:.0f} s") from None
         except (aiohttp.ClientError, ValueError) as error:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator
 from typing import Self
 
-YOUNG = 5_000
-"""Objects made, less those gone, until the young are looked through: it takes about a millisecond."""
+YOUNG = 2_000
+"""Objects made, less those gone, until the young are looked through: it takes less than a millisecond."""
 YOUNGER = 1
 """Such looks until those that survived them are looked through as well: all of them, when thousands of requests begin."""
-YOUNG_EVERY_S = 0.1
+YOUNG_EVERY_S = 0.05
 """Between two looks by the clock: while as many old objects go as young ones come, as when responses end, Python counts none."""
 NEVER = 1 << 30
 OLD_EVERY_S = 1800.0

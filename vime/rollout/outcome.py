@@ -102,7 +102,8 @@ class Outcome:
 def write_groups(folder: Path, groups: Sequence[Outcome], store: SharedMemoryStore) -> None:
     """Writes groups, and the payloads of those that are not filtered, into a folder."""
     folder.mkdir(exist_ok=True)
-    (folder / GROUPS).write_bytes(msgspec.json.encode(groups))
+    encoded = [msgspec.json.encode(one) for one in groups]  # one by one, so that other threads come to their turn
+    (folder / GROUPS).write_bytes(b"[" + b",".join(encoded) + b"]")
     store.copy_to(folder, stored_keys(groups))
 
 

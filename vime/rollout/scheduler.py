@@ -23,12 +23,14 @@ from vime.observe import trace
 from vime.rewards.shaping import shape
 from vime.rollout.filters import FILTERS, passed
 from vime.rollout.generate import Context, Generate, generate_of, given, group_of, load_generate
-from vime.rollout.outcome import FAILED, STALE, Outcome, read_groups, store_key, stored_keys, write_groups
+from vime.rollout.outcome import FAILED, STALE, Outcome, read_groups, store_key, write_groups
 from vime.rollout.staleness import in_time, room
 from vime.sample import Group, Sample, Task
 from vime.store.shared_memory import SharedMemoryStore
 from vime.training.advantages import COMPARING
 
+STARTED_AT_ONCE = 32
+"""Groups begun in one turn of the event loop."""
 BUFFER_FILTER = "buffer_filter"  # the reason of groups that slime.buffer_filter_path took out
 
 
@@ -71,6 +73,7 @@ class Scheduler:
         self.seconds = 0.0  # that the making of the last batch took
         self.entrance = Limiter(1)
         self._changed = asyncio.Event()
+        self._filling: asyncio.Handle | None = None
         self._broken: BaseException | None = None
 
     @property
@@ -105,7 +108,11 @@ class Scheduler:
             await self._changed.wait()
 
     def _fill(self) -> None:
-        """Starts the groups that there is room for, up to those of the run's last batch."""
+        """Starts the groups that there is room for, up to those of the run's last batch; of many a few, and the others in the
+        turns of the event loop that follow."""
+        if self._filling:
+            self._filling.cancel()
+            self._filling = None
         if self._broken:
             return
         outstanding = len(self.running) + len(self.ready) + self._unreplaced()
@@ -114,17 +121,21 @@ class Scheduler:
         to_the_end = wanted * (self.config.run.steps - self.shipped) - outstanding
         if self.deterministic and self.running:  # which group ends first must not decide what is begun next
             return
-        for _ in range(min(free, to_the_end)):
+        missing = min(free, to_the_end)
+        for _ in range(missing if self.deterministic else min(missing, STARTED_AT_ONCE)):
             try:
                 group_id, task = self.cursor.take(self.shipped)
             except DataError as error:  # of a source of the user's; who called is perhaps nobody who could raise it
                 self._broken = error
+                self._changed.set()
                 return
             self.context.requests.expect(self.size)
             self.journal.write("taken", group_id, task=task.id)
             started = asyncio.create_task(self._group(group_id, task))
             self.running[group_id] = started, self.version
             started.add_done_callback(lambda done, group_id=group_id: self._ended(group_id, done))  # type: ignore[misc]
+        if missing > STARTED_AT_ONCE and not self.deterministic:
+            self._filling = asyncio.get_running_loop().call_soon(self._fill)
 
     def _unreplaced(self) -> int:
         """Places of the next batch that stay empty: groups filtered since the last one, beyond those that refills replace."""
@@ -279,12 +290,11 @@ class Scheduler:
         return None if slime is None else await slime.drops(self.context, group)
 
     def trained(self, batch: list[Outcome], step: int) -> None:
-        """The prompts that were trained on end so; their payloads are dropped."""
+        """The prompts that were trained on end so; nobody needs their payloads any more."""
         for outcome in batch:
             if outcome.filtered is None:
                 self.cursor.finish(outcome.group_id, outcome.passed)
                 self.journal.write("trained", outcome.group_id, step=step)
-        self.store.drop(stored_keys(batch))
 
     def counts(self) -> dict[str, float]:
         """What has been counted since the last call."""
@@ -302,6 +312,8 @@ class Scheduler:
 
     async def close(self) -> None:
         """Ends what runs; the prompts of all groups that are neither trained nor filtered return to the buffer."""
+        if self._filling:
+            self._filling.cancel()
         running, self.running = self.running, {}
         for task, _ in running.values():
             task.cancel()
