@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+import tests.stand_in_runs
 from tests.stand_in_runs import QuickJob, Server, configuration, whole_run
 from tests.tiny import make_config
 from vime.checkpoint import CheckpointError, Checkpoints, read_state
+from vime.inference import roster
 from vime.job import Job
+from vime.loop import train
 from vime.rollout.outcome import Outcome
 from vime.training.client import TrainerError
 
@@ -233,3 +237,36 @@ def test_files_that_it_has_the_lengths_of_are_on_the_disk_before_it_is_and_the_e
     renamed = names.index("checkpoints")  # the folder, after the checkpoint in it has its name
     assert {*state["offsets"], "trace.jsonl", "state.json"} <= {*names[:renamed]}
     assert not [name for name, on_loop in flushed if on_loop]
+
+
+def test_the_event_loop_removes_nothing_and_renames_nothing_on_a_disk_while_it_trains(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is busy with a checkpoint takes a second for a rename, gigabytes of shared memory as long to go."""
+    training, seen, on_loop = threading.Event(), list[Path](), list[Path]()
+
+    def noting(place: Any, name: str) -> None:
+        call = getattr(place, name)
+
+        def noted(path: Any, *more: Any, **options: Any) -> Any:
+            if training.is_set() and Path(path).exists() and (name == "rmtree" or tmp_path in Path(path).parents):
+                seen.append(Path(path))
+                if threading.current_thread() is threading.main_thread():
+                    on_loop.append(Path(path))
+            return call(path, *more, **options)
+
+        monkeypatch.setattr(place, name, noted)
+
+    async def trained(job: Job) -> None:
+        training.set()
+        await train(job)
+        training.clear()
+
+    noting(shutil, "rmtree")
+    noting(os, "rename")
+    monkeypatch.setattr(tests.stand_in_runs, "train", trained)
+    monkeypatch.setattr(roster, "WRITE_EVERY_S", 0.0)
+    sections = {"checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 1}}
+    asyncio.run(whole_run(configuration(tmp_path, models("tied"), **sections), Server(), QuickJob))
+    assert {"step-000001", "step-000001.tmp", "servers.draft", "v000001"} <= {path.name for path in seen}
+    assert on_loop == []

@@ -223,7 +223,7 @@ class Job(Run):
         with self.clock("eval"):
             metrics, rows = await task
         self.evaluation = None
-        self.recorder.samples(step, rows)
+        await asyncio.to_thread(self.recorder.samples, step, rows)
         hooks = self.context.slime
         unsent = await hooks.log_evaluation(self, step, metrics) if hooks is not None else ()
         return self.note_evaluation(step, metrics, unsent)

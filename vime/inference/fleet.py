@@ -279,7 +279,8 @@ class Fleet:
             answer = await (self._add(wish.url) if wish.what == "add" else self._remove(wish.url))
             roster.answers.append(answer)
             self.say(answer)
-        roster.write(self.front.version, [row(member) for member in self.members], now=bool(wishes))
+        servers = [row(member) for member in self.members]
+        await asyncio.to_thread(roster.write, self.front.version, servers, now=bool(wishes))
 
     def _find(self, url: str) -> Member | None:
         return next((member for member in self.members if member.server.url == url.rstrip("/")), None)

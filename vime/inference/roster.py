@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Roster:
     def __init__(self, folder: Path) -> None:
         self.listing, self.wishes = folder / "servers.json", folder / "servers.wishes"
         self.read, self.answers, self.written = 0, list[str](), 0.0
+        self.writing = threading.Lock()
         self.close()
 
     def wished(self) -> list[Wish]:
@@ -46,18 +48,20 @@ class Roster:
         return [Wish(**json.loads(line)) for line in lines]
 
     def write(self, version: int, servers: Sequence[Mapping[str, Any]], now: bool = False) -> None:
-        """``answers`` has one for each wish that was read."""
+        """``answers`` has one for each wish that was read. On a disk that is busy with a checkpoint it takes up to a second."""
         if not now and time.monotonic() - self.written < WRITE_EVERY_S:
             return
         self.written = time.monotonic()
         listed = {"time": time.time(), "version": version, "answers": self.answers, "servers": list(servers)}
         draft = self.listing.with_suffix(".draft")
-        draft.write_text(json.dumps(listed))
-        draft.rename(self.listing)
+        with self.writing:
+            draft.write_text(json.dumps(listed))
+            draft.rename(self.listing)
 
     def close(self) -> None:
-        for file in (self.listing, self.wishes):
-            file.unlink(missing_ok=True)
+        with self.writing:
+            for file in (self.listing, self.wishes):
+                file.unlink(missing_ok=True)
 
 
 def read_roster(run_dir: Path) -> dict[str, Any]:

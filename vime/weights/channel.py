@@ -7,6 +7,7 @@ takes away what a run leaves on servers that go on without it. With an adapter n
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -45,9 +46,8 @@ class SharedMemoryChannel:
             )
 
     async def tidy(self) -> None:
-        for old in self.folder.iterdir():
-            if old != self.published:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in set(self.folder.iterdir()) - {self.published}:  # gigabytes of memory to give back
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     async def close(self) -> None:
         """Nothing: the weights are the servers'."""
