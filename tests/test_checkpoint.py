@@ -270,3 +270,24 @@ def test_the_event_loop_removes_nothing_and_renames_nothing_on_a_disk_while_it_t
     asyncio.run(whole_run(configuration(tmp_path, models("tied"), **sections), Server(), QuickJob))
     assert {"step-000001", "step-000001.tmp", "servers.draft", "v000001"} <= {path.name for path in seen}
     assert on_loop == []
+
+
+def test_generate_functions_that_keep_all_of_asyncios_threads_busy_do_not_hold_up_the_driver(
+    models: Any, tmp_path: Path
+) -> None:
+    over = threading.Event()
+
+    def keep_busy(job: Job) -> None:
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, over.wait, 600)
+
+    async def run() -> None:
+        sections = {"checkpoint": {"every": 1}, "eval": {"every": 1}}
+        config = configuration(tmp_path, models("tied"), **sections)
+        try:
+            job, _ = await asyncio.wait_for(whole_run(config, Server(), QuickJob, meanwhile=keep_busy), 300)
+        finally:
+            over.set()
+        assert job.checkpoints.steps()[-1] == job.step == 3
+
+    asyncio.run(run())

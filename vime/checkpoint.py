@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from vime.beside import beside
+
 
 class CheckpointError(Exception):
     """There is nothing to resume from, or it does not fit; the message says what and what to do."""
@@ -79,7 +81,7 @@ class Checkpoints:
         async def write() -> None:
             started = time.perf_counter()
             await trainer
-            await asyncio.to_thread(self.commit, step)
+            await beside(self.commit, step)
             note(time.perf_counter() - started)
 
         self.writing = asyncio.create_task(write())

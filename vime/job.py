@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from vime.beside import beside
 from vime.cluster import cpu
 from vime.cluster.open_files import connections_allowed
 from vime.config.algorithms import warnings
@@ -189,7 +190,7 @@ class Job(Run):
         if every and step % every == 0:
             with self.clock("dump"):
                 head = Head(step, self.scheduler.batch_version, self.scheduler.seconds)
-                await asyncio.to_thread(write_dump, self.run_dir, head, batch, self.store)
+                await beside(write_dump, self.run_dir, head, batch, self.store)
 
     async def evaluate(self, names: list[str], last: bool = False) -> bool:
         """Evaluates these sets, one after the other; with eval.background only begins to, but for the last. True where a
@@ -223,7 +224,7 @@ class Job(Run):
         with self.clock("eval"):
             metrics, rows = await task
         self.evaluation = None
-        await asyncio.to_thread(self.recorder.samples, step, rows)
+        await beside(self.recorder.samples, step, rows)
         hooks = self.context.slime
         unsent = await hooks.log_evaluation(self, step, metrics) if hooks is not None else ()
         return self.note_evaluation(step, metrics, unsent)
@@ -276,7 +277,7 @@ class Job(Run):
     async def record_batch(self, batch: list[Outcome]) -> None:
         """Logs the step that has ended with its batch."""
         version, seconds = self.scheduler.batch_version, self.scheduler.seconds
-        self.metrics |= await asyncio.to_thread(rollout_metrics, batch, version, seconds)
+        self.metrics |= await beside(rollout_metrics, batch, version, seconds)
         for measured in self.meters:
             self.metrics |= measured()
         self.metrics["driver/lag_max_ms"] = max(self.lag.take())

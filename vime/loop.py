@@ -7,8 +7,7 @@ responses are sampled in ``rollout/``; the mathematics in ``training/``.
 
 from __future__ import annotations
 
-import asyncio
-
+from vime.beside import beside
 from vime.config.sections import Config
 from vime.config.shape import hidden_size
 from vime.job import Job
@@ -34,20 +33,20 @@ async def train(job: Job) -> None:
 
             async with job.sync.lock:  # no server joins while the trainer's weights are not those that are published
                 with job.clock("train"):
-                    if updates := await asyncio.to_thread(plan_updates, batch, config):  # else: nothing to learn
+                    if updates := await beside(plan_updates, batch, config):  # else: nothing to learn
                         answer = await job.trainer.train(updates, job.optimizer_steps)
                         job.metrics |= answer["metrics"]
-                        await asyncio.to_thread(note_advantages, batch, answer["advantages"])
+                        await beside(note_advantages, batch, answer["advantages"])
 
                 job.step += 1
                 job.scheduler.trained(batch, job.step)
-                await asyncio.to_thread(job.store.drop, stored_keys(batch))
+                await beside(job.store.drop, stored_keys(batch))
                 await sync(job)
 
             last = job.is_last()
             improved = await job.evaluate(job.due_sets(last), last)
         await job.record_batch(batch)
-        await asyncio.to_thread(let_go, batch)
+        await beside(let_go, batch)
         if last or job.due(config.checkpoint.every) or (improved and config.checkpoint.every):
             await job.save(last)
     await job.checkpoints.written()

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from vime import __version__
+from vime.beside import beside
 from vime.checkpoint import CheckpointError, Checkpoints, flush, read_state
 from vime.config.load import ConfigError, dump
 from vime.config.sections import Config
@@ -170,8 +171,8 @@ class Run:
         lengths of are on the disk before it is."""
         await self.trainer.saved()
         if model:
-            await asyncio.to_thread(self.complete, model)
-        await asyncio.to_thread(flush, *self.run_dir.glob("*.jsonl"))
+            await beside(self.complete, model)
+        await beside(flush, *self.run_dir.glob("*.jsonl"))
 
     def note_written(self, seconds: float) -> None:
         """Of the step that goes on, not of the one that was saved."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from vime.beside import beside
 from vime.cluster.local import Process, ProcessError, free_port
 from vime.config.sections import Config
 from vime.inference.client import (
@@ -280,7 +281,7 @@ class Fleet:
             roster.answers.append(answer)
             self.say(answer)
         servers = [row(member) for member in self.members]
-        await asyncio.to_thread(roster.write, self.front.version, servers, now=bool(wishes))
+        await beside(roster.write, self.front.version, servers, now=bool(wishes))
 
     def _find(self, url: str) -> Member | None:
         return next((member for member in self.members if member.server.url == url.rstrip("/")), None)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from vime.beside import beside
 from vime.config.sections import Config
 from vime.data import DataError
 from vime.data.cursor import PromptCursor
@@ -304,7 +305,7 @@ class Scheduler:
 
     async def save(self, folder: Path) -> None:
         """Writes the groups that are ready into a checkpoint's folder."""
-        await asyncio.to_thread(write_groups, folder, list(self.ready.values()), self.store)
+        await beside(write_groups, folder, list(self.ready.values()), self.store)
 
     def restore(self, folder: Path) -> None:
         """Takes up the groups that were ready when the checkpoint was made."""

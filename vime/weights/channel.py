@@ -7,10 +7,10 @@ takes away what a run leaves on servers that go on without it. With an adapter n
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 
+from vime.beside import beside
 from vime.config.sections import Config
 from vime.inference.client import InferenceError, Server
 from vime.inference.fleet import Fleet
@@ -47,7 +47,7 @@ class SharedMemoryChannel:
 
     async def tidy(self) -> None:
         for old in set(self.folder.iterdir()) - {self.published}:  # gigabytes of memory to give back
-            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+            await beside(shutil.rmtree, old, ignore_errors=True)
 
     async def close(self) -> None:
         """Nothing: the weights are the servers'."""
