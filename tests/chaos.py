@@ -138,6 +138,8 @@ class Chaos:
         while self.step() < target:
             if self.driver.poll() is not None:
                 print(f"    ended with {self.driver.returncode}: {last_line(self.log)}", flush=True)
+                if self.driver.returncode not in (2, -signal.SIGKILL):  # what ends it is said, and no traceback
+                    raise Broken(f"the driver ended with {self.driver.returncode}; see {self.log}")
                 self.start()
             if time.monotonic() > deadline:
                 raise Broken(f"no step in {PATIENCE_S} s; the end of {self.log}: {last_line(self.log)}")

@@ -241,3 +241,6 @@ def test_the_command_writes_the_file_and_prints_the_table(tmp_path: Path, capsys
     out, err = capsys.readouterr()
     assert tomllib.loads(out)["run"]["steps"] == 200 and "to do: data.source is missing" in err
     assert main(["migrate", str(tmp_path / "none.sh")]) == 2
+    capsys.readouterr()
+    assert main(["migrate", str(SCRIPTS / "grpo-dense.sh"), "-o", "/dev/full"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("vime: No space left on device; free some")

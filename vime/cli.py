@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -419,6 +420,9 @@ def expected_errors() -> tuple[type[BaseException], ...]:
     )
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
+
+
 def main(words: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -432,9 +436,15 @@ def main(words: Sequence[str] | None = None) -> int:
         print("vime: stopped; go on with --resume", file=sys.stderr)
         return 130
     except Exception as error:
-        if not isinstance(error, expected_errors()):
+        if isinstance(error, OSError) and error.errno in FULL:
+            what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+            print(
+                f"vime: {what}; free some, then a run goes on with --resume from its last checkpoint", file=sys.stderr
+            )
+        elif isinstance(error, expected_errors()):
+            print(f"vime: {error}", file=sys.stderr)
+        else:
             raise
-        print(f"vime: {error}", file=sys.stderr)
         return 2
 
 
