@@ -187,7 +187,7 @@ class Chaos:
         """Fills the file system of the run's folder until the run ends of it, then makes room again."""
         assert self.driver
         filler = self.run_dir / "filler"
-        with filler.open("wb") as file, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), filler.open("wb") as file:
             while True:
                 file.write(bytes(1 << 16))
                 file.flush()
