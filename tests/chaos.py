@@ -195,7 +195,7 @@ class Chaos:
             lambda: self.driver is not None and self.driver.poll() is not None, "the end of a run on a full disk"
         )
         print(f"    on a full disk: {last_line(self.log)}", flush=True)
-        filler.unlink()
+        filler.unlink(missing_ok=True)
 
     def until(self, condition: Any, what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
