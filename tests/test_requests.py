@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vime.config.sections import Rollout
-from vime.inference.client import InferenceError, RequestRefused
+from vime.inference.client import ANSWERS_AT_ONCE, InferenceError, RequestRefused, Server
 from vime.inference.gate import Gate
 from vime.inference.requests import LOST_LIMIT, Requests
 
@@ -88,3 +88,37 @@ def test_requests_wait_while_no_server_serves_or_the_gate_is_held() -> None:
         third.cancel()
 
     asyncio.run(scenario())
+
+
+class Answering:
+    """A session whose requests are all answered at once."""
+
+    status = 200
+
+    def request(self, *_: Any, **__: Any) -> Answering:
+        return self
+
+    async def __aenter__(self) -> Answering:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        return b""
+
+
+def test_of_many_answers_that_come_at_once_few_are_taken_up_in_one_turn_of_the_event_loop() -> None:
+    """An update of the weights may end thousands of responses."""
+
+    async def play() -> int:
+        server, taken, most = Server("http://x", Answering(), 1), list[bytes](), 0  # type: ignore[arg-type]
+        calls = [asyncio.create_task(server._call("POST", "", 1, parse=taken.append)) for _ in range(200)]
+        while len(taken) < 200:
+            before = len(taken)
+            await asyncio.sleep(0)
+            most = max(most, len(taken) - before)
+        await asyncio.gather(*calls)
+        return most
+
+    assert asyncio.run(play()) == ANSWERS_AT_ONCE

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from vime.beside import beside
+from vime.beside import beside, giving_way
 from vime.cluster import cpu
 from vime.cluster.open_files import connections_allowed
 from vime.config.algorithms import warnings
@@ -362,6 +362,7 @@ async def open_job(config: Config, view: LiveView, resume: bool, kind: type[Job]
         job.poller = await stack.enter_async_context(make_poller(job.context, fleet))
         job.lag = LoopLag()
         stack.enter_context(job.lag.measured())
+        stack.enter_context(giving_way())
         job.garbage = stack.enter_context(Garbage())
         stack.enter_context(job.garbage.looked_for())
         job.scheduler = make_scheduler(job)

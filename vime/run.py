@@ -188,7 +188,7 @@ class Run:
     def complete(self, model: Path) -> None:
         """Adds to a model's folder what the trainer does not know of."""
         for name, content in self.tokenizer_files.items():
-            (model / name).parent.mkdir(exist_ok=True)
+            (model / name).parent.mkdir(parents=True, exist_ok=True)
             (model / name).write_bytes(content)
 
     @cached_property

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Iterator
 
 PERIOD_S = 0.01
 """Seconds between two measurements: what blocks for less than this is found by chance only, and does no harm."""
-SWITCH_S = 0.0005
-"""Seconds for which a thread that computes beside the loop keeps the interpreter: the loop gives it away with every call of the
-system, several for each response, and waited for Python's 5 ms each time."""
 
 
 class LoopLag:
@@ -32,13 +28,11 @@ class LoopLag:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Inside, the running loop is measured, and threads beside it give way to it."""
-        task, before = asyncio.create_task(self._measure()), sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
+        """Inside, the running loop is measured."""
+        task = asyncio.create_task(self._measure())
         try:
             yield
         finally:
-            sys.setswitchinterval(before)
             task.cancel()
 
     def take(self) -> list[float]:
