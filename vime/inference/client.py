@@ -30,9 +30,9 @@ NEEDED = (GENERATE, "/pause", "/resume", "/start_weight_update", "/update_weight
 WEIGHT_INFO = "/weight_info"  # servers that offer it also say which weights made which token (not vLLM 0.26)
 ALIVE = ("/is_sleeping", "/health")  # the first reaches the engine's own process, which /health does not
 LOOK_TIMEOUT_S = 5.0
-ANSWERS_AT_ONCE = 8
-"""Answers taken up in one turn of the event loop: each is work for up to a millisecond, until its reward is asked for; an update
-of the weights may end thousands of responses at once."""
+ANSWERS_AT_ONCE = 4
+"""Answers taken up in one turn of the event loop: each is work for one to three milliseconds, until its reward is asked for; an
+update of the weights may end thousands of responses at once."""
 PAUSES = {  # rollout.in_flight
     "recompute": "mode=keep&clear_cache=true",
     "keep_cache": "mode=keep&clear_cache=false",

@@ -102,8 +102,10 @@ class Outcome:
 def write_groups(folder: Path, groups: Sequence[Outcome], store: SharedMemoryStore) -> None:
     """Writes groups, and the payloads of those that are not filtered, into a folder."""
     folder.mkdir(exist_ok=True)
-    encoded = [msgspec.json.encode(one) for one in groups]  # one by one, so that other threads come to their turn
-    (folder / GROUPS).write_bytes(b"[" + b",".join(encoded) + b"]")
+    with (folder / GROUPS).open("wb") as file:  # group by group, so that other threads come to their turn
+        for place, one in enumerate(groups):
+            file.write((b"," if place else b"[") + msgspec.json.encode(one))
+        file.write(b"]" if groups else b"[]")
     store.copy_to(folder, stored_keys(groups))
 
 

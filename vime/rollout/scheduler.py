@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -183,8 +183,7 @@ class Scheduler:
 
     def _ship(self, chosen: list[int]) -> list[Outcome] | None:
         """These groups as the next batch, if it can go."""
-        left = [group_id for group_id in self.ready if group_id not in chosen]
-        if self.running and not self._may_leave(left):
+        if self.running and not self._may_leave(self.ready.keys() - set(chosen)):
             return None
         if not chosen and all(outcome.filtered == FAILED for outcome in self.filtered):
             raise RolloutError(
@@ -205,7 +204,7 @@ class Scheduler:
         self.store.drop([store_key(outcome.group_id)])
         return outcome.dropped(reason)
 
-    def _may_leave(self, ready: list[int]) -> bool:
+    def _may_leave(self, ready: Set[int]) -> bool:
         """Whether later batches can train these groups, and those that are running, before they are stale."""
         if self.section.stale != "wait":
             return True
