@@ -62,6 +62,7 @@ middleware = ["tests.faults.Faults"]
 [trainer]
 learning_rate = 1e-4
 threads = 1
+step_timeout_s = 120
 [checkpoint]
 every = 1
 model = false
@@ -82,6 +83,7 @@ TIMES = {  # how often each kind of fault comes
     "router killed": 5,
     "router stopped": 2,
     "trainer killed": 3,
+    "trainer stopped": 2,
     "driver killed": 4,
     "driver stopped": 3,
     "disk full": 2,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -209,6 +211,34 @@ def test_a_refused_command_says_why_and_the_trainer_lives_on(
             await trainer.stop()
 
     assert run(steps())["train/tokens"] > 0
+
+
+def test_a_trainer_that_hangs_is_given_up_by_the_setting_and_its_log(
+    run: Any, session: Any, models: Any, tmp_path: Path
+) -> None:
+    store = SharedMemoryStore(tmp_path / "store")
+    updates = [plan_json(plan(weigh(make_rows(store), "token"), 1, 4096))]
+    trainer = Trainer(make_config(models("untied")), session, tmp_path, store.folder)
+
+    async def steps() -> None:
+        await trainer.start(models("untied"))
+        supervisor = psutil.Process(trainer.processes[0]._popen.pid)
+        try:
+            await trainer.train(updates, 10)
+            ranks = supervisor.children()
+            for rank in ranks:
+                rank.suspend()
+            trainer.config = make_config(models("untied"), trainer={"step_timeout_s": 2})
+            log = re.escape(str(tmp_path / "logs" / "trainer-0.log"))
+            with pytest.raises(
+                TrainerError, match=rf"did not finish train in 2 s \(trainer.step_timeout_s\); see {log}"
+            ):
+                await trainer.train(updates, 10)
+        finally:
+            await trainer.stop()
+        assert ranks and not any(rank.is_running() for rank in ranks)
+
+    run(steps())
 
 
 def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(

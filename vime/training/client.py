@@ -20,6 +20,7 @@ from vime.config.sections import Config
 ALLOCATOR = ":".join(  # large pages, and large blocks kept: a third of a CPU step is page faults without
     f"glibc.malloc.{name}" for name in ("hugetlb=1", "mmap_threshold=8589934592", "trim_threshold=17179869184")
 )
+START, STEP = "start_timeout_s", "step_timeout_s"  # of [trainer]
 
 
 class TrainerError(Exception):
@@ -64,12 +65,8 @@ class Trainer:
         ]
         self.url = f"http://127.0.0.1:{port}"
         await self._wait(say)
-        await self.call(
-            "load",
-            self.config.trainer.start_timeout_s,
-            model=str(model.absolute()),
-            state=str(state.absolute()) if state else None,
-        )
+        state_folder = str(state.absolute()) if state else None
+        await self.call("load", START, model=str(model.absolute()), state=state_folder)
 
     async def _wait(self, say: Callable[[str], None]) -> None:
         deadline = asyncio.get_running_loop().time() + self.config.trainer.start_timeout_s
@@ -90,9 +87,10 @@ class Trainer:
         for process in self.processes:
             process.check()
 
-    async def call(self, name: str, timeout_s: float, **arguments: Any) -> Any:
-        """Carries out one command on all ranks; a rank that ends meanwhile is noticed at once."""
-        request = asyncio.ensure_future(self._post(name, timeout_s, arguments))
+    async def call(self, name: str, deadline: str, **arguments: Any) -> Any:
+        """Carries out one command on all ranks, before the ``deadline`` of that name in [trainer]; a rank that ends meanwhile
+        is noticed at once."""
+        request = asyncio.ensure_future(self._post(name, deadline, arguments))
         while not request.done():
             await asyncio.wait({request}, timeout=1.0)
             try:
@@ -102,13 +100,16 @@ class Trainer:
                 raise
         return request.result()
 
-    async def _post(self, name: str, timeout_s: float, arguments: dict[str, Any]) -> Any:
+    async def _post(self, name: str, deadline: str, arguments: dict[str, Any]) -> Any:
+        seconds = getattr(self.config.trainer, deadline)
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            timeout = aiohttp.ClientTimeout(total=seconds)
             async with self.session.post(f"{self.url}/{name}", json=arguments, timeout=timeout) as response:
                 answer = await response.json(content_type=None)
         except TimeoutError:
-            raise TrainerError(f"the trainer did not finish {name} in {timeout_s:.0f} s") from None
+            raise TrainerError(
+                f"the trainer did not finish {name} in {seconds:g} s (trainer.{deadline}); see {self.processes[0].log}"
+            ) from None
         except aiohttp.ClientError as error:
             self.check()
             raise TrainerError(
@@ -120,43 +121,40 @@ class Trainer:
 
     async def memory(self) -> str:
         """The predicted peak of a rank's memory, as a table."""
-        return await self.call("memory", self.config.trainer.start_timeout_s)
+        return await self.call("memory", START)
 
     async def train(self, updates: list[Any], total_steps: int) -> dict[str, Any]:
         """One optimizer step an update: ``metrics``, and ``advantages`` as [group, index, value] of every row."""
-        return await self.call("train", self.config.trainer.step_timeout_s, updates=updates, total_steps=total_steps)
+        return await self.call("train", STEP, updates=updates, total_steps=total_steps)
 
     async def evaluate(self, planned: Any) -> dict[str, float]:
         """The mean ``loss`` of what is planned, and what else the objective measures; no weight changes."""
-        return await self.call("evaluate", self.config.trainer.step_timeout_s, planned=planned)
+        return await self.call("evaluate", STEP, planned=planned)
 
     async def compare(self, updates: list[Any], folder: Path) -> dict[str, float]:
         """The update computed twice, by the engine and by plain transformers: how the two differ; no weight changes.
 
         ``folder`` is an empty one that takes the weights between the two.
         """
-        timeout = self.config.trainer.step_timeout_s
-        return await self.call("compare", timeout, updates=updates, folder=str(folder.absolute()))
+        return await self.call("compare", STEP, updates=updates, folder=str(folder.absolute()))
 
     async def logprobs(self, rows: list[dict[str, list[int]]]) -> list[list[float]]:
-        return await self.call("logprobs", self.config.trainer.step_timeout_s, rows=rows)
+        return await self.call("logprobs", STEP, rows=rows)
 
     async def export(self, folder: Path, dtype: str) -> None:
-        await self.call("export", self.config.trainer.step_timeout_s, folder=str(folder.absolute()), dtype=dtype)
+        await self.call("export", STEP, folder=str(folder.absolute()), dtype=dtype)
 
     async def export_adapter(self, folder: Path, dtype: str) -> None:
-        timeout = self.config.trainer.step_timeout_s
-        await self.call("export_adapter", timeout, folder=str(folder.absolute()), dtype=dtype)
+        await self.call("export_adapter", STEP, folder=str(folder.absolute()), dtype=dtype)
 
     async def save(self, folder: Path, model: bool = True) -> None:
         """Takes a copy of the state, which is then written below ``folder`` while other commands are carried out; with
         ``model`` as a Hugging Face folder too. ``start`` takes ``folder`` as its ``state``."""
-        timeout = self.config.trainer.step_timeout_s
-        await self.call("save", timeout, folder=str(folder.absolute()), model=model)
+        await self.call("save", STEP, folder=str(folder.absolute()), model=model)
 
     async def saved(self) -> None:
         """Waits until what was saved last is written; TrainerError where it could not be."""
-        await self.call("saved", self.config.trainer.step_timeout_s)
+        await self.call("saved", STEP)
 
     async def stop(self) -> None:
         await asyncio.gather(*(process.stop() for process in self.processes))
