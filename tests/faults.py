@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "VIME_FAULTS"
-OF_RESPONSES = ("cut", "garbage", "truncated", "nan", "error")
+OF_RESPONSES = ("cut", "garbage", "truncated", "nan", "wrong_ids", "error")
 OF_REWARDS = ("raises", "hangs", "allocates", "exits", "not_a_number")
+NO_TOKENS = (-5, 999_999_999)
 GENERATE = "/inference/v1/generate"
 
 
@@ -88,9 +89,12 @@ def spoilt(kind: str, body: bytes) -> bytes:
         return b"\xff\x00{]garbage"
     if kind in ("cut", "truncated"):
         return body[: len(body) // 2]
-    if kind == "nan":
+    if kind in ("nan", "wrong_ids"):
         answer = json.loads(body)
-        for entry in answer["choices"][0]["logprobs"]["content"]:
+        choice = answer["choices"][0]
+        if kind == "wrong_ids":
+            choice["token_ids"] = [NO_TOKENS[place % 2] for place in range(len(choice["token_ids"]))]
+        for entry in choice["logprobs"]["content"] if kind == "nan" else ():
             entry["logprob"] = float("nan")
         return json.dumps(answer).encode()
     return body

@@ -344,7 +344,8 @@ def test_the_account_says_what_became_of_every_prompt(tmp_path: Path) -> None:
     journal.write("filtered", 4, reason="zero_variance")
     journal.close()
     assert account(tmp_path / "journal.jsonl") == {
-        "taken": 6, "trained": 2, "filtered": {"zero_variance": 2, "failed": 1}, "open": [5], "twice": [],
+        "taken": 6, "trained": 2, "filtered": {"zero_variance": 2, "failed": 1}, "open": [5], "twice": [], "untaken": [],
+        "mixed": [],
     }  # fmt: skip
 
 

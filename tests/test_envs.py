@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import math
@@ -25,7 +26,7 @@ from vime.data.sources import load_tasks
 from vime.inference.client import Completion
 from vime.inference.gate import Gate
 from vime.inference.requests import Requests
-from vime.rollout.generate import Context, load_generate, samples_of
+from vime.rollout.generate import Context, GenerateError, load_generate, samples_of
 from vime.sample import Sample, Task, VersionSpan
 
 TOKENIZER = make_tokenizer()
@@ -34,6 +35,8 @@ END = TOKENIZER.eos_token_id
 
 class Scripted:
     """A server whose replies are a function of what it is asked, with log-probabilities that tell their place."""
+
+    version = 0
 
     def __init__(self, reply: Callable[[str], str]) -> None:
         self.reply = reply
@@ -76,8 +79,8 @@ def check_exact(sample: Sample, server: Scripted) -> None:
 class Guessing:
     """A game in the OpenEnv protocol: find the number that the seed chose."""
 
-    def __init__(self, fickle: bool = False) -> None:
-        self.fickle, self.sessions, self.resets = fickle, 0, 0
+    def __init__(self, fickle: bool = False, right: float = 1.0) -> None:
+        self.fickle, self.right, self.sessions, self.resets = fickle, right, 0, 0
 
     def app(self) -> web.Application:
         made = web.Application()
@@ -111,7 +114,7 @@ class Guessing:
             else:
                 guess = int(asked["data"]["guess"])
                 text = "right" if guess == secret else "higher" if guess < secret else "lower"
-                await self.tell(socket, text, 1.0 if guess == secret else -0.1, guess == secret)
+                await self.tell(socket, text, self.right if guess == secret else -0.1, guess == secret)
         return socket
 
     async def tell(self, socket: web.WebSocketResponse, text: str, reward: float | None, done: bool) -> None:
@@ -189,6 +192,14 @@ def test_an_environment_that_does_not_heed_its_seed_fails_the_sample_with_the_re
     (task,) = load_tasks(f"openenv:{fickle}", size=1)
     with pytest.raises(Exception, match="the environment must heed its seed"):
         play(task, lambda told: "1")
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_of_an_environment_that_is_not_finite_fails_the_sample(reward: float) -> None:
+    with contextlib.contextmanager(served)(Guessing(right=reward)) as url:
+        (task,) = load_tasks(f"openenv:{url}", size=1, seed=4)
+        with pytest.raises(GenerateError, match=f"has the reward {reward}; rewards are finite numbers"):
+            play(task, lambda told: "4")
 
 
 def test_prompts_that_read_alike_are_other_episodes(game: str) -> None:

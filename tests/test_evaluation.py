@@ -281,12 +281,14 @@ def test_requests_name_the_adapter_they_are_told_to_whatever_is_served(tmp_path:
 
 
 def test_servers_have_room_for_the_adapter_that_is_evaluated(tmp_path: Path) -> None:
-    def room(background: bool) -> str:
-        config = make_config(tmp_path, lora={"rank": 4}, eval={"background": background})
+    def room(background: bool, max_staleness: int = 0) -> str:
+        rollout = {"max_staleness": max_staleness}
+        config = make_config(tmp_path, lora={"rank": 4}, eval={"background": background}, rollout=rollout)
         command = server_command(config, 0, 0, [])
         return command[command.index("--max-loras") + 1]
 
     assert (room(False), room(True)) == ("2", "3")
+    assert (room(False, 1), room(False, 4), room(True, 4)) == ("2", "5", "6"), "as many versions are sampled at once"
 
 
 def test_a_deterministic_run_refuses_it(models: Any, tmp_path: Path) -> None:

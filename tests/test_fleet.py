@@ -84,6 +84,11 @@ def test_a_run_that_does_not_go_on_lists_no_servers(tmp_path: Path, capsys: Any)
     assert "no training run goes on there" in capsys.readouterr().err
 
 
+def test_a_deterministic_run_takes_no_server_more(run: Any, session: Any, models: Any, tmp_path: Path) -> None:
+    fleet = Fleet(make_config(models("tied"), run={"deterministic": True}), session, tmp_path)
+    assert "run.deterministic needs one server" in run(fleet._add("http://127.0.0.1:9")) and not fleet.members
+
+
 def test_a_server_without_the_needed_endpoints_is_refused_with_the_fix(run: Any, session: Any, fleets: Any) -> None:
     running = fleets("tied").servers[0]
     server = Server(running.url, session, 30)

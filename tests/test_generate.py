@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,14 @@ from vime.inference.client import Choice, Completion, Generated, InferenceError,
 from vime.inference.gate import Gate
 from vime.inference.requests import Requests
 from vime.rollout import generate
-from vime.rollout.generate import Context, respond
-from vime.sample import Task, VersionSpan
+from vime.rollout.generate import Context, GenerateError, group_of, load_generate, respond, samples_of
+from vime.sample import Sample, Task, VersionSpan
 
 
 class Stopped:
     """A server that gives its answers one after the other, (tokens, version, finish_reason), and notes what it was asked."""
+
+    version = 0
 
     def __init__(self, *answers: tuple[int, int, str], routed: bool = False) -> None:
         self.answers, self.routed = list(answers), routed
@@ -87,3 +92,115 @@ def test_tasks_of_one_id_have_each_its_own_prompt_and_few_are_kept(monkeypatch: 
     for task in tasks:
         assert task.messages[0]["content"] in tokenizer.decode(context.prompt_ids(task))
         assert len(context.prompts) <= 2
+
+
+# functions of the user's
+
+FUNCTIONS = """
+import asyncio
+from dataclasses import replace
+from vime.sample import Sample, VersionSpan
+
+async def good(context, task):
+    return Sample([1], [2, 3], [-0.5, -0.5], (VersionSpan(7, 0, 2),), "stop", "ab")
+async def cancels_what_it_awaits(context, task):
+    other = asyncio.create_task(asyncio.sleep(60))
+    other.cancel()
+    await other
+async def cancels_itself(context, task):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+async def waits(context, task):
+    await asyncio.sleep(60)
+async def without_spans(context, task):
+    return replace(await good(context, task), versions=())
+async def of_two_calls(context, task):
+    return [await good(context, task), replace(await good(context, task), versions=(VersionSpan(7, 0, 1),) * 2)]
+async def with_tuples(context, task):
+    return replace(await good(context, task), versions=((7, 0, 2),))
+"""
+TASK = Task("t", ({"role": "user", "content": "?"},))
+
+
+def context_of(reward: Any = 5.0, **more: Any) -> Context:
+    """Responses without a reward get this one."""
+    requests = Requests(None, Gate(usable=True), Rollout())  # type: ignore[arg-type]
+
+    async def score(*_: Any) -> Any:
+        return reward, {}
+
+    return Context(requests, None, score, {}, **more)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str], Any]:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return lambda name: load_generate(f"{tmp_path}/functions.py:{name}", 30)
+
+
+FAULTS = [
+    ("cancels_what_it_awaits", "failed on task t: it cancelled itself"),
+    ("cancels_itself", "a response to task t failed: it cancelled itself"),
+    ("without_spans", "made a sample 1 of 1 for task t that cannot be trained: versions is empty"),
+    ("of_two_calls", "made a sample 2 of 2 for task t that cannot be trained: versions has [0, 1) where"),
+    (
+        "with_tuples",
+        "made a sample 1 of 1 for task t that cannot be trained: 'tuple' object has no attribute 'version'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), FAULTS, ids=[name for name, _ in FAULTS])
+def test_a_function_that_cancels_itself_or_makes_what_cannot_be_trained_fails_alone(
+    load: Callable[[str], Any], name: str, message: str
+) -> None:
+    calls = [load("good"), load(name), load("good")]
+    first, failed, last = asyncio.run(asyncio.wait_for(group_of(context_of(), TASK, calls), 30))
+    assert isinstance(failed, GenerateError) and message in str(failed)
+    assert [one.reward for made in (first, last) for one in made] == [5.0, 5.0]  # type: ignore[union-attr]
+
+
+def test_a_function_is_cancelled_with_what_called_it(load: Callable[[str], Any]) -> None:
+    async def cancelled(made: Awaitable[Any]) -> bool:
+        task = asyncio.ensure_future(made)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    async def both() -> list[bool]:
+        waits = load("waits")
+        return [await cancelled(waits(context_of(), TASK)), await cancelled(group_of(context_of(), TASK, [waits] * 2))]
+
+    assert asyncio.run(both()) == [True, True]
+
+
+def giving(reward: Any, parts: dict[str, Any] | None = None) -> Any:
+    async def generate(context: Context, task: Task) -> Sample:
+        return Sample([1], [2], [-0.5], (VersionSpan(7, 0, 1),), "stop", "", reward=reward, reward_parts=parts or {})
+
+    return generate
+
+
+NO_REWARDS = [math.nan, math.inf, -math.inf, "1.0", [1.0], 10**400, np.float32("nan")]
+
+
+@pytest.mark.parametrize("reward", NO_REWARDS, ids=lambda value: f"{type(value).__name__} {value!s:.9}")
+@pytest.mark.parametrize("way", ["generate", "part", "reward", "group"])
+def test_a_reward_that_is_no_finite_number_fails_its_sample_alone(way: str, reward: Any) -> None:
+    async def together(samples: Any) -> Any:
+        return [(reward, {}) for _ in samples]
+
+    bad = {"generate": giving(reward), "part": giving(1.0, {"style": reward})}.get(way, giving(None))
+    context = context_of(reward, group_score=lambda *_: together if way == "group" else None)
+    good, failed = asyncio.run(group_of(context, TASK, [giving(0.5), bad]))
+    assert isinstance(failed, GenerateError) and "; rewards are finite numbers" in str(failed)
+    assert ("style = " in str(failed)) == (way == "part")
+    assert good[0].reward == 0.5  # type: ignore[index]
+
+
+def test_rewards_of_other_kinds_of_numbers_are_floats() -> None:
+    for reward in (1, True, np.float32(1), np.int64(1)):
+        (made,) = asyncio.run(samples_of(context_of(), TASK, giving(reward, {"style": reward})))
+        assert type(made.reward) is float and made.reward == 1.0
+        assert type(made.reward_parts["style"]) is float

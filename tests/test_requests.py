@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from vime.config.sections import Rollout
-from vime.inference.client import ANSWERS_AT_ONCE, InferenceError, RequestRefused, Server
+from vime.inference.client import ANSWERS_AT_ONCE, InferenceError, Late, RequestRefused, Server
 from vime.inference.gate import Gate
 from vime.inference.requests import LOST_LIMIT, Requests
 
 
-def ask(monkeypatch: Any, retries: int, failures: list[Exception], lost: int = 0) -> tuple[str, int]:
+def ask(
+    monkeypatch: Any, retries: int, failures: list[Exception], lost: int = 0, late_again: bool = True
+) -> tuple[str, int]:
     """The answer after these failures, during the first ``lost`` of which a server is lost, and how often was asked."""
     asked, gate = 0, Gate(usable=True)
     requests = Requests(None, gate, Rollout(retries=retries, concurrency=1))  # type: ignore[arg-type]
@@ -31,7 +33,7 @@ def ask(monkeypatch: Any, retries: int, failures: list[Exception], lost: int = 0
 
     monkeypatch.setattr("vime.inference.requests.asyncio.sleep", at_once)
     try:
-        return asyncio.run(requests.made(call)), asked
+        return asyncio.run(requests.made(call, late_again)), asked
     except InferenceError as error:
         return str(error), asked
 
@@ -56,6 +58,47 @@ def test_the_loss_of_a_server_uses_up_no_retry(monkeypatch: Any) -> None:
 
 def test_a_request_under_which_servers_are_lost_again_and_again_fails(monkeypatch: Any) -> None:
     assert ask(monkeypatch, 0, [InferenceError("gone")] * 99, lost=99) == ("gone", LOST_LIMIT + 1)
+
+
+def test_a_late_response_is_asked_for_again_only_where_a_server_was_lost(monkeypatch: Any) -> None:
+    """Of the second try only what is shorter would come back, and the run would learn from that."""
+    assert ask(monkeypatch, 2, [Late("slow")], late_again=False) == ("slow", 1)
+    assert ask(monkeypatch, 2, [Late("slow")] * 2, lost=1, late_again=False) == ("slow", 2)
+    assert ask(monkeypatch, 2, [Late("slow")], lost=1, late_again=False) == ("answer", 2)
+    assert ask(monkeypatch, 2, [Late("slow")]) == ("answer", 2)
+
+
+class Slow:
+    """A session whose requests are answered after ten minutes."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def __aenter__(self) -> Slow:
+        self.asked += 1
+        raise TimeoutError
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def request(self, *_: Any, **__: Any) -> Slow:
+        return self
+
+
+def test_a_response_that_does_not_end_in_time_is_late_and_one_that_is_only_scored_is_tried_again(
+    monkeypatch: Any,
+) -> None:
+    async def at_once(seconds: float) -> None: ...
+
+    monkeypatch.setattr("vime.inference.requests.asyncio.sleep", at_once)
+    slow = Slow()
+    server = Server("http://x", slow, 1)  # type: ignore[arg-type]
+    requests = Requests(server, Gate(usable=True), Rollout(retries=2))
+    with pytest.raises(Late, match="gave no answer in 600 s"):
+        asyncio.run(requests.generate([1], {}))
+    assert slow.asked == 1
+    with pytest.raises(Late):
+        asyncio.run(requests.score(server, [1], [2]))
+    assert slow.asked == 4
 
 
 def test_requests_wait_while_no_server_serves_or_the_gate_is_held() -> None:

@@ -1,14 +1,20 @@
 """Samples and completions: one log-probability a token, versions told apart, and nothing padded or guessed."""
 
+import asyncio
 import base64
+import contextlib
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vime.inference.client import Completion, InferenceError, decode, parse_completion, parse_scores
+from tests.faults import spoilt
+from tests.tiny import make_config
+from vime.inference.client import Completion, InferenceError, Server, decode, parse_completion, parse_scores
+from vime.inference.fleet import Fleet
 from vime.sample import Group, Sample, Task, VersionSpan
 
 
@@ -64,6 +70,41 @@ def test_a_sample_without_one_value_a_token_cannot_be_made(changes: dict[str, An
         sample(**changes)
 
 
+SPANS = [
+    ([1, 1, 1], [(0, 3)], ""),
+    ([1, 1, 1], [(0, 1), (1, 3)], ""),
+    ([1, 0, 1], [(0, 1), (2, 3)], ""),
+    ([0, 1, 0], [(1, 2)], ""),
+    ([1, 1, 1], [], "versions is empty"),
+    ([0, 0, 0], [], "versions is empty"),
+    ([1, 1, 1], [(0, 2)], r"leaves out \[2, 3\), where tokens are trained; shift the spans"),
+    ([1, 1, 1], [(0, 1), (2, 3)], r"leaves out \[1, 2\)"),
+    ([0, 1, 1], [(2, 3)], r"leaves out \[0, 2\)"),
+    ([1, 1, 1], [(0, 2), (0, 1)], r"has \[0, 1\) where it must be within \[2, 3\); shift the spans"),
+    ([1, 1, 1], [(2, 3), (0, 2)], r"has \[0, 2\) where it must be within \[3, 3\)"),
+    ([1, 1, 1], [(0, 4)], r"has \[0, 4\) where it must be within \[0, 3\)"),
+    ([1, 1, 1], [(-1, 3)], r"has \[-1, 3\)"),
+    ([1, 1, 1], [(0, 0), (0, 3)], r"has \[0, 0\)"),
+]
+
+
+@pytest.mark.parametrize(("mask", "spans", "message"), SPANS)
+def test_every_trained_token_is_in_one_version_span(mask: list[int], spans: list[Any], message: str) -> None:
+    versions = tuple(VersionSpan(number, *span) for number, span in enumerate(spans))
+    one = Sample([1], [2, 3, 4], [-0.5] * 3, versions, "stop", "", loss_mask=mask)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        one.check()
+
+
+def test_a_sample_that_was_changed_is_checked_again() -> None:
+    one = Sample([1], [2], [-0.5], (VersionSpan(0, 0, 1),), "stop", "")
+    one.response_ids.append(3)
+    with pytest.raises(ValueError, match="logprobs has 1 entries for 2 response tokens"):
+        one.check()
+    with pytest.raises(ValueError, match="versions has the version '7'"):
+        Sample([1], [2], [-0.5], (VersionSpan("7", 0, 1),), "stop", "").check()  # type: ignore[arg-type]
+
+
 def test_a_sample_is_truncated_only_by_length() -> None:
     assert sample(finish_reason="length").truncated
     assert not sample(finish_reason="stop").truncated
@@ -96,6 +137,35 @@ def test_log_probabilities_that_carry_their_token_must_carry_the_right_one() -> 
     assert parsed(body(logprobs={"content": right}), 0).logprobs == [-1.0] * 3
     wrong = [*right[:2], {"token_id": 8, "logprob": -1.0}]
     assert "of other tokens than the ids" in refusal(body(logprobs={"content": wrong}))
+
+
+@pytest.mark.parametrize("wrong", [-5, 288, 999_999_999])
+def test_ids_that_are_no_tokens_of_the_model_are_refused(wrong: int) -> None:
+    assert parsed(body(token_ids=[0, 1, 287]), 0, None, False, 288).token_ids == [0, 1, 287]
+    with pytest.raises(InferenceError, match=f"the token ids go from .*{wrong}.*; the model knows 0 to 287"):
+        parsed(body(token_ids=[5, wrong, 7]), 0, None, False, 288)
+
+
+def test_no_id_is_below_0_whatever_the_model() -> None:
+    assert "the token ids go from -5 to 7" in refusal(body(token_ids=[-5, 6, 7]))
+
+
+def test_the_servers_of_a_run_know_its_models_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 288}')
+    fleet = Fleet(make_config(tmp_path, inference={"urls": ["http://x"]}, vllm={}), None, tmp_path)  # type: ignore[arg-type]
+    assert fleet.front.vocabulary == fleet._given("http://x").server.vocabulary == 288
+    with pytest.raises(InferenceError, match="the token ids go from -5 to 999999999"):
+        asyncio.run(answering(fleet.front, spoilt("wrong_ids", json.dumps(body()).encode())).generate([1], {}, 1))
+
+
+def answering(server: Server, answer: bytes) -> Server:
+    """The server, whose every call is answered so."""
+
+    async def call(*arguments: Any, **_: Any) -> Any:
+        return decode(answer)
+
+    server._call = call  # type: ignore[method-assign]
+    return server
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])

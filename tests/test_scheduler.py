@@ -24,12 +24,12 @@ from vime.data.journal import Journal, account
 from vime.data.orders import Epochs
 from vime.data.sources import task_of
 from vime.data.streams import TaskStream
-from vime.inference.client import Server
+from vime.inference.client import InferenceError, Late, Server
 from vime.inference.gate import Gate
 from vime.inference.requests import Requests
 from vime.rollout.generate import GENERATE, Context
 from vime.rollout.outcome import Outcome, rollout_metrics, stored_keys
-from vime.rollout.scheduler import STARTED_AT_ONCE, Scheduler
+from vime.rollout.scheduler import STARTED_AT_ONCE, RolloutError, Scheduler
 from vime.sample import Sample, Task, VersionSpan
 from vime.store.shared_memory import SharedMemoryStore
 
@@ -39,16 +39,24 @@ TASKS = [Task(f"t{i}", ({"role": "user", "content": "?"},), "x") for i in range(
 class Run:
     """A scheduler, and a trainer of ``busy`` ticks a step.
 
-    A response takes ``ticks()`` ticks and has two tokens for each, of the weights that are served in it; its reward is
-    ``reward()``. A tick is a turn of the event loop: the order of all that happens is the script's, not the machine's.
+    A response waits ``queue()`` ticks until a server is asked for it, then takes ``ticks()`` ticks and has two tokens for each,
+    of the weights that are served in it; its reward is ``reward()``. A tick is a turn of the event loop: the order of all that
+    happens is the script's, not the machine's.
     """
 
     def __init__(
-        self, folder: Path, ticks: Callable[[], int], busy: int = 3, reward: Any = None, steps: int = 99, **rollout: Any
+        self,
+        folder: Path,
+        ticks: Callable[[], int],
+        busy: int = 3,
+        reward: Any = None,
+        steps: int = 99,
+        queue: Callable[[], int] = lambda: 0,
+        **rollout: Any,
     ) -> None:
         section = {"groups": 2, "samples_per_group": 2, "max_staleness": 1, **rollout}
         self.config = make_config(folder, rollout=section, run={"steps": steps})
-        self.folder, self.ticks, self.busy = folder, ticks, busy
+        self.folder, self.ticks, self.busy, self.queue = folder, ticks, busy, queue
         self.reward = reward or random.Random(1).random
         self.requests = Requests(Server("", None, 1), Gate(usable=True), self.config.rollout)  # type: ignore[arg-type]
         self.cursor = PromptCursor(TASKS, seed=0)
@@ -60,6 +68,10 @@ class Run:
 
     async def respond(self, context: Context, task: Task) -> Sample:
         made: list[int] = []
+        for _ in range(self.queue()):
+            await asyncio.sleep(0)
+        if context.requests.begun is None:
+            context.requests.begun = self.requests.version
         for _ in range(self.ticks()):
             await asyncio.sleep(0)
             made += [self.requests.version] * 2
@@ -76,6 +88,17 @@ class Run:
             self.scheduler.trained(batch, self.requests.version + 1)
             self.store.drop(stored_keys(batch))
             self.requests.front.version += 1
+
+    def go(self, count: int) -> None:
+        """So many steps, and the end."""
+
+        async def whole() -> None:
+            try:
+                await self.steps(count)
+            finally:
+                await self.scheduler.close()
+
+        asyncio.run(whole())
 
     def trained(self) -> list[Outcome]:
         return [outcome for batch in self.batches for outcome in batch if outcome.filtered is None]
@@ -133,6 +156,7 @@ def test_no_token_is_trained_too_late_and_no_prompt_is_lost_or_used_twice(
             Path(folder),
             lambda: chance.choice(lengths),
             busy=busy,
+            queue=lambda: chance.choice([0, 0, 0, 6, 30]),
             reward=lambda: float(chance.random() < 0.7),
             groups=groups,
             max_staleness=bound,
@@ -141,11 +165,7 @@ def test_no_token_is_trained_too_late_and_no_prompt_is_lost_or_used_twice(
             max_refills=refills,
         )
 
-        async def whole() -> None:
-            await run.steps(12)
-            await run.scheduler.close()
-
-        asyncio.run(whole())
+        run.go(12)
         found = behind(run)
         assert max(found, default=0) <= bound and min(found, default=0) >= 0
         counted = run.account()
@@ -206,7 +226,7 @@ def test_no_batch_waits_for_what_would_replace_a_filtered_group_where_none_is_to
 
 def test_a_batch_waits_for_the_response_that_would_otherwise_be_too_old(tmp_path: Path) -> None:
     run = make(tmp_path, one_long(400))
-    asyncio.run(run.steps(4))
+    run.go(4)
     assert [[o.group_id for o in batch] for batch in run.batches][:2] == [[1, 2], [0, 3]]
     long = run.batches[1][0]
     assert long.response_tokens[0] == 800 and len(long.versions[0]) == 2, "it went on under the next weights"
@@ -218,11 +238,62 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
 
 
 def test_a_dropped_response_is_counted_and_how_long_it_was_is_told(tmp_path: Path) -> None:
-    run = make(tmp_path, one_long(60), busy=20, stale="drop", max_staleness=1)
-    asyncio.run(run.steps(5))
+    run = make(tmp_path, one_long(400), busy=20, stale="drop", max_staleness=1)
+    run.go(5)
     assert run.account()["filtered"] == {"stale": 1}
     batch = next(batch for batch in run.batches if any(o.filtered for o in batch))
-    assert rollout_metrics(batch, 2, 1.0)["rollout/filtered_stale"] == 1
+    metrics = rollout_metrics(batch, 2, 1.0)
+    assert metrics["rollout/filtered_stale"] == metrics["rollout/stale_stopped"] == 1, "stopped: of no known length"
+    assert "rollout/stale_response_tokens_mean" not in metrics
+
+
+def test_a_group_that_no_server_was_asked_for_yet_is_not_stale(tmp_path: Path) -> None:
+    waits = iter([200, 200])
+    run = make(tmp_path, lambda: 1, busy=20, queue=lambda: next(waits, 0), stale="drop", max_staleness=1)
+    run.go(14)
+    assert run.account()["filtered"] == {}
+    first = next(outcome for outcome in run.trained() if outcome.group_id == 0)
+    assert first.oldest_version > 2
+
+
+def failing(run: Run, after: int, error: BaseException) -> None:
+    """Every response after so many raises this."""
+    respond, calls = run.respond, itertools.count()
+
+    async def fails(context: Context, task: Task) -> Sample:
+        if next(calls) >= after:
+            raise error
+        return await respond(context, task)
+
+    run.respond = fails  # type: ignore[method-assign]
+
+
+def test_a_batch_of_which_all_failed_or_was_stopped_as_stale_says_why(tmp_path: Path) -> None:
+    run = make(tmp_path, one_long(10000), stale="drop", max_refills=0)
+    failing(run, 10, InferenceError("no server answers"))
+    with pytest.raises(RolloutError, match="no group could be made: .* samples failed; the last: no server answers"):
+        run.go(9)
+    assert run.account()["filtered"]["stale"] == 1
+    assert len(run.batches) == 2 and all(rollout_metrics(batch, 0, 1.0) for batch in run.batches)
+
+
+def test_a_late_response_fails_and_is_counted_as_late(tmp_path: Path) -> None:
+    run = make(tmp_path, lambda: 1, samples_per_group=4)
+    failing(run, 7, Late("gave no answer in 600 s"))
+    run.go(1)
+    counts = run.scheduler.counts()
+    assert counts["rollout/late_responses"] == counts["rollout/failed_samples"] > 0
+    assert run.scheduler.counts()["rollout/late_responses"] == 0
+
+
+def test_a_group_that_is_cancelled_by_what_it_calls_ends_the_run_and_does_not_stall_it(tmp_path: Path) -> None:
+    def cancels(*_: Any) -> bool:
+        raise asyncio.CancelledError
+
+    run = make(tmp_path, lambda: 1)
+    run.scheduler.filter = cancels
+    with pytest.raises(RolloutError, match=r"group \d+ was cancelled by what it called"):
+        run.go(3)
 
 
 def test_a_finished_group_that_is_too_old_is_dropped_with_its_length(tmp_path: Path) -> None:
@@ -238,12 +309,13 @@ def test_a_finished_group_that_is_too_old_is_dropped_with_its_length(tmp_path: P
     asyncio.run(left_lying())
     metrics = rollout_metrics(run.batches[1], 6, 1.0)
     assert metrics["rollout/filtered_stale"] == 2 and metrics["rollout/stale_response_tokens_mean"] == 6
+    assert metrics["rollout/stale_stopped"] == 0
     assert metrics["rollout/staleness_max"] == 0
 
 
 def test_too_old_tokens_are_taken_out_of_the_loss_and_counted(tmp_path: Path) -> None:
     run = make(tmp_path, one_long(30), busy=4, stale="mask", max_staleness=1)
-    asyncio.run(run.steps(8))
+    run.go(8)
     (long,) = [outcome for outcome in run.trained() if outcome.response_tokens[0] == 60]
     masked = sum(long.response_tokens) - sum(row.trained_tokens for row in long.rows)
     assert 0 < long.rows[0].trained_tokens < 60 and run.scheduler.counts()["rollout/stale_tokens_masked"] == masked
@@ -253,7 +325,7 @@ def test_too_old_tokens_are_taken_out_of_the_loss_and_counted(tmp_path: Path) ->
 def test_all_but_the_steps_own_tokens_can_be_taken_out_of_the_loss(tmp_path: Path) -> None:
     run = make(tmp_path, one_long(30), busy=4)
     run.scheduler.config = make_config(tmp_path, algorithm={"mask_stale": True})
-    asyncio.run(run.steps(4))
+    run.go(4)
     assert set(behind(run)) == {0} and run.scheduler.counts()["rollout/stale_tokens_masked"] > 0
 
 
@@ -277,8 +349,9 @@ def test_the_masked_payload_is_what_the_trainer_reads(tmp_path: Path) -> None:
 
 def test_no_more_groups_are_made_than_the_run_can_train(tmp_path: Path) -> None:
     run = make(tmp_path, lambda: 1, steps=3, max_staleness=5)
-    asyncio.run(run.steps(3))
-    assert run.account() == {"taken": 6, "trained": 6, "filtered": {}, "open": [], "twice": []}
+    run.go(3)
+    counted = run.account()
+    assert (counted["taken"], counted["trained"], counted["filtered"], counted["open"]) == (6, 6, {}, [])
 
 
 def test_of_many_groups_few_are_begun_in_one_turn_of_the_event_loop_and_all_in_the_end(tmp_path: Path) -> None:
@@ -326,6 +399,7 @@ def test_ready_groups_survive_in_a_checkpoint_and_their_prompts_are_not_asked_ag
 
     async def go_on() -> None:
         batch = await again.scheduler.collect()
+        assert again.scheduler.seconds < 60, "since it was resumed"
         assert [outcome.group_id for outcome in batch] == [outcome.group_id for outcome in ready]
         assert all(again.store.get(row.key, row.index).logprobs.any() for o in batch for row in o.rows)
         again.scheduler.trained(batch, 2)
@@ -346,7 +420,7 @@ def test_what_breaks_a_group_while_the_trainer_learns_is_raised_by_the_next_batc
 
     run = make(tmp_path, ticks)
     with pytest.raises(ZeroDivisionError, match="in the user's code"):
-        asyncio.run(run.steps(4))
+        run.go(4)
 
 
 def test_a_source_that_fails_in_the_middle_of_a_run_ends_it_with_its_error(tmp_path: Path) -> None:
@@ -364,7 +438,7 @@ def test_a_source_that_fails_in_the_middle_of_a_run_ends_it_with_its_error(tmp_p
     run = make(tmp_path, lambda: 1)
     run.scheduler.cursor = PromptCursor({"": TaskStream("own.py:Failing", Failing(), task_of)}, 0)
     with pytest.raises(DataError, match=r"own.py:Failing: take\(\) failed: OSError: the disk is gone"):
-        asyncio.run(run.steps(20))
+        run.go(20)
     assert 12 <= len([outcome for batch in run.batches for outcome in batch]) <= 16, "all that were drawn before"
 
 
@@ -383,7 +457,7 @@ def test_the_cursor_is_told_the_step_of_each_prompt_and_how_its_responses_passed
     rewards = iter([1.0, 0.0, 1.0, 1.0, 0.5, 0.0, 0.0, 1.0])
     run = make(tmp_path, lambda: 1, reward=lambda: next(rewards), max_staleness=0, steps=2)
     run.scheduler.cursor = Noting(TASKS, 0)
-    asyncio.run(run.steps(2))
+    run.go(2)
     assert steps == [0, 0, 1, 1] and sorted(rates) == [0.0, 0.5, 0.5, 1.0]
 
 
@@ -394,7 +468,7 @@ def test_groups_of_a_mixture_say_their_source_in_the_log_and_in_the_metrics(tmp_
     run.scheduler.cursor = PromptCursor(
         {name: Epochs(some, name) for name, some in tasks.items()}, 0, lambda name, step: weights[name]
     )
-    asyncio.run(run.steps(2))
+    run.go(2)
     for batch in run.batches:
         metrics = rollout_metrics(batch, 0, 1.0)
         assert (metrics["source/a/groups"], metrics["source/b/groups"]) == (3, 1)

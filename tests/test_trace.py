@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -51,9 +50,8 @@ class Front(Server):
     """Answers without a network; the first ``failures`` requests fail."""
 
     def __init__(self, failures: int = 0) -> None:
-        self.url, self.model, self.adapter, self.failures = "http://a:1", "policy", None, failures
-        self.version = 0
-        self.in_flight = Counter()
+        super().__init__("http://a:1", None, 1)  # type: ignore[arg-type]
+        self.failures = failures
 
     async def _call(self, method, url, timeout_s, body=None, headers=None, parse=None):  # type: ignore[no-untyped-def]
         await asyncio.sleep(0.01)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_config
-from vime.inference.client import InferenceError
+from vime.inference.client import Completion, InferenceError
 from vime.training.client import Trainer
 from vime.weights.channel import SharedMemoryChannel
 from vime.weights.probe import Probe, ProbeError
@@ -52,6 +52,7 @@ class Setting:
         await self.server.pause()
         await self.server.update_weights({"path": str(model)}, version)
         await self.server.resume()
+        self.fleet.front.version = version
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -76,6 +77,18 @@ def test_a_sync_makes_the_server_serve_the_trainers_weights(setting: Setting) ->
     assert not setting.paused()
     assert setting.run(setting.server.weight_version()) == "1"
     assert proof["weights/probe_abs_diff_max"] < 1e-4
+
+
+def test_no_request_is_sent_between_an_update_and_its_proof(setting: Setting, monkeypatch: Any) -> None:
+    prove, closed = setting.probe.prove, []
+
+    async def noting(version: int, servers: Any) -> Any:
+        closed.append(not setting.fleet.gate.is_open)
+        return await prove(version, servers)
+
+    monkeypatch.setattr(setting.probe, "prove", noting)
+    setting.run(setting.sync.send(6))
+    assert closed == [True] and setting.fleet.gate.is_open
 
 
 def test_tokens_carry_the_version_of_the_weights_that_made_them(setting: Setting) -> None:
@@ -129,11 +142,16 @@ def test_what_becomes_of_responses_under_way_is_the_named_option(
 ) -> None:
     """Three waves of responses; in the second the weights change from one model's to another's."""
     setting = Setting(run, session, fleets("tied"), models("tied"), models("tied", 1), tmp_path, in_flight)
-    server, prompt = setting.server, PROMPTS[0]
+    server, prompt = (
+        setting.server,
+        list(range(100, 180)),
+    )  # longer than a block of the cache, where prompts are found again
+    for one in (server, setting.fleet.front):
+        one.salt = "run" if in_flight == "keep_cache" else None
 
     async def scenario() -> None:
         await setting.serve(models("tied"), 40)
-        sampling = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
+        sampling = {"max_tokens": 150, "ignore_eos": True, "temperature": 1.0}
         asked = [asyncio.create_task(setting.fleet.front.generate(prompt, sampling, 120)) for _ in range(48)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         await setting.sync.send(41)
@@ -143,16 +161,23 @@ def test_what_becomes_of_responses_under_way_is_the_named_option(
         assert bool(both) == (in_flight in ("recompute", "keep_cache")) and bool(stopped) == (in_flight == "abort")
         assert all([span.version for span in one.versions] in ([], [40]) for one in stopped)
         if both:
-            rows = [{"prompt_ids": prompt, "response_ids": one.token_ids} for one in both]
-            worst = max(
-                abs(theirs - ours)
-                for one, mine in zip(both, await setting.trainer.logprobs(rows), strict=True)
-                for theirs, ours in list(zip(one.logprobs, mine, strict=True))[one.versions[1].start :]
-            )
+            worst = await apart(both)
             assert worst < 1e-4 if in_flight == "recompute" else worst > 1e-2
+        later = await setting.fleet.front.generate(prompt, sampling, 120)
+        assert [span.version for span in later.versions] == [41] and await apart([later]) < 1e-4
+
+    async def apart(responses: list[Completion]) -> float:
+        """The largest difference between server and trainer in the log-probabilities of the last version's tokens."""
+        rows = [{"prompt_ids": prompt, "response_ids": one.token_ids} for one in responses]
+        return max(
+            abs(theirs - ours)
+            for one, mine in zip(responses, await setting.trainer.logprobs(rows), strict=True)
+            for theirs, ours in list(zip(one.logprobs, mine, strict=True))[one.versions[-1].start :]
+        )
 
     try:
         run(scenario())
     finally:
+        server.salt = setting.fleet.front.salt = None
         run(server.resume())
         run(setting.trainer.stop())

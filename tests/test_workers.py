@@ -170,6 +170,7 @@ def keeps(mb):
     return len(kept)
 def calls_exit(_): sys.exit(3)
 def ends(_): os._exit(3)
+def ends_with(code): os._exit(code)
 def segfaults(_): ctypes.string_at(0)
 def prints(value):
     print("x" * 1000000)
@@ -284,6 +285,51 @@ def test_a_call_that_fails_fails_alone_and_says_why(run: Any, pool: Pool, functi
     error, others = run(beside_others())
     assert isinstance(error, CallError) and str(error).startswith(cause)
     assert others == list(range(40))
+
+
+CODES = [
+    (1, "ended with exit code 1;"),
+    (137, "was ended by SIGKILL;"),
+    (160, "ended with exit code 160;"),
+    (193, "ended with exit code 193;"),
+    (255, "ended with exit code 255;"),
+]
+
+
+@pytest.mark.parametrize(("code", "cause"), CODES, ids=[str(code) for code, _ in CODES])
+def test_a_worker_that_ends_with_whatever_code_is_replaced(
+    run: Any, file: Path, pool: Pool, tmp_path: Path, code: int, cause: str
+) -> None:
+    async def ends() -> list[Any]:
+        bad = [pool.call("ends_with", [code], 20, 0) for _ in range(2)]
+        ended = await asyncio.wait_for(asyncio.gather(*bad, return_exceptions=True), 60)
+        return [*ended, await asyncio.wait_for(pool.call("echo", [code], 20, 0), 60)]
+
+    *errors, answer = run(ends())
+    assert all(str(error).startswith(f"its worker {cause}") for error in errors) and answer == code
+    (tmp_path / "ends.py").write_text(f"import os\nos._exit({code})")
+    assert f"test-worker-0 {cause}" in refused(run, functions_of(tmp_path / "ends.py", "f"), tmp_path)
+
+
+@pytest.mark.parametrize("place", ["keeper of a worker", "watch"])
+def test_a_fault_of_the_pools_own_ends_all_calls_with_the_error(
+    run: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fault(*_: Any) -> None:
+        raise RuntimeError("unforeseen")
+
+    async def faulty() -> list[Any]:
+        async with Pool("test", functions_of(file, "ends", "hangs", "echo"), 2, MEMORY_MB, tmp_path) as pool:
+            if place == "watch":
+                monkeypatch.setattr(pool._dispatches["plain"], "recall", fault)
+            else:
+                monkeypatch.setattr(pool, "_lost", fault)
+            calls = [pool.call(name, [0], 60, 0) for name in ("hangs", "ends")]
+            ended = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+            return [*ended, *await asyncio.gather(pool.call("echo", [0], 20, 0), return_exceptions=True)]
+
+    results = run(faulty())
+    assert [str(result) for result in results] == ["the test workers cannot be kept: RuntimeError: unforeseen"] * 3
 
 
 @pytest.mark.parametrize("function", ["hangs", "hangs_in_c", "async_hangs", "stubborn"])

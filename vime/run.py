@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
+import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,13 +29,12 @@ from vime.data.cursor import PromptCursor
 from vime.inference.client import open_session
 from vime.observe import trace
 from vime.observe.live import LiveView
-from vime.observe.metrics import Recorder, read_run, rewind
+from vime.observe.metrics import METRICS, Recorder, read_run, rewind
 from vime.observe.report import write_report
 from vime.store import STORES, SharedMemoryStore
 from vime.training.client import Trainer
 
 RUN_FILES = (
-    "metrics.jsonl",
     "samples.jsonl",
     "journal.jsonl",
     trace.TRACE,
@@ -65,6 +67,7 @@ class Run:
     cursor: PromptCursor[Any]
     recorder: Recorder
     trace: trace.Trace | None = None
+    unlock: Callable[[], object]
     tokenizer: Any
 
     def __init__(self, config: Config | Supervised, engine: Config, view: LiveView, started: float) -> None:
@@ -271,7 +274,12 @@ class Run:
         self.view.message("stopping after this step, with a checkpoint; interrupt again to stop now")
 
     def prepare_folder(self, resume: bool) -> Path | None:
-        """The checkpoint to resume from, or None after making sure that no earlier run is overwritten."""
+        """The checkpoint to resume from, or None after making sure that no earlier run is overwritten. From here on the folder is
+        this run's alone."""
+        if resume:
+            self.checkpoints.latest()  # where there is none, no folder is made
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.lock()
         if resume:
             return self.checkpoints.latest()
         if self.checkpoints.steps():
@@ -279,15 +287,33 @@ class Run:
                 f"{self.run_dir} holds a run with checkpoints; go on with it by --resume, or name another folder with "
                 "--run.dir DIR, or remove it"
             )
-        if self.run_dir.exists() and not (self.run_dir / "metrics.jsonl").exists() and any(self.run_dir.iterdir()):
+        others = [path for path in self.run_dir.iterdir() if path.name != "logs-eval"]
+        if others and not (self.run_dir / METRICS).exists():
             raise CheckpointError(
                 f"{self.run_dir} holds other files and no run; name another folder with --run.dir DIR"
             )
+        (self.run_dir / METRICS).write_bytes(b"")  # first: with it the folder is a run's, however this start ends
         for name in RUN_FILES:  # of a run that never came to a checkpoint: nothing in it can be resumed
             (self.run_dir / name).unlink(missing_ok=True)
         for name in ("logs", "tensorboard", "checkpoints", "dumps"):
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
         return None
+
+    def lock(self) -> None:
+        """Keeps other processes out of the folder until ``unlock`` or the end of this one; CheckpointError where one is in it."""
+        folder = os.open(self.run_dir, os.O_RDONLY)  # which children do not inherit
+        self.unlock = weakref.finalize(self, os.close, folder)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.unlock()
+            raise CheckpointError(
+                f"another process trains in {self.run_dir}; wait for its end, stop it, or name another folder with --run.dir DIR"
+            ) from None
+        except OSError as error:
+            self.view.message(
+                f"note: {self.run_dir} cannot be locked ({error.strerror}); see to it that no other process trains in it"
+            )
 
     @property
     def memory(self) -> Path:
@@ -298,10 +324,10 @@ class Run:
     @contextlib.asynccontextmanager
     async def opened(self, resumed: bool) -> AsyncIterator[aiohttp.ClientSession]:
         """Folder, records, store and the trainer's handle, which is not started; all closed whatever happens."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.toml").write_text(dump(self.settings))
-        shutil.rmtree(self.memory, ignore_errors=True)
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.unlock)
+            (self.run_dir / "config.toml").write_text(dump(self.settings))
+            shutil.rmtree(self.memory, ignore_errors=True)
             stack.callback(shutil.rmtree, self.memory, ignore_errors=True)
             self.recorder = Recorder(
                 self.run_dir, self.settings.log.sinks, self.run_dir.name, self.settings.model_dump(), append=resumed

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: ``{"role": ..., "content": ...}``."""
+SHIFTED = "shift the spans of each further completion by the response tokens before it, as Conversation does"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         self.loss_mask = self.loss_mask or [1] * len(self.response_ids)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
         for name in ("logprobs", "loss_mask"):
             found, expected = len(getattr(self, name)), len(self.response_ids)
             if found != expected:
@@ -89,6 +93,28 @@ class Sample:
             raise ValueError(
                 f"experts has {len(self.experts)} entries for {tokens} tokens; all but the last must have one"
             )
+
+    def check(self) -> None:
+        """ValueError where lists are not one to one, or where a trained token is in no version span or in several: how old it is
+        would not be known."""
+        self._check_lengths()
+        if not self.versions:
+            raise ValueError("versions is empty; give the spans of the completions that the response is made of")
+        end, length = 0, len(self.response_ids)
+        for span in self.versions:
+            if not isinstance(span.version, int):
+                raise ValueError(
+                    f"versions has the version {span.version!r}; give the integer of the completion's span"
+                )
+            if not end <= span.start < span.end <= length:
+                raise ValueError(
+                    f"versions has [{span.start}, {span.end}) where it must be within [{end}, {length}); {SHIFTED}"
+                )
+            end = span.end
+        edges = [0, *(edge for span in self.versions for edge in (span.start, span.end)), length]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            if any(self.loss_mask[start:end]):
+                raise ValueError(f"versions leaves out [{start}, {end}), where tokens are trained; {SHIFTED}")
 
     @property
     def truncated(self) -> bool:

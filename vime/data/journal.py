@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from vime.observe.metrics import read_lines
 
 ENDS = ("trained", "filtered")
 
@@ -29,22 +32,29 @@ class Journal:
 
 
 def account(path: Path) -> dict[str, Any]:
-    """Counts of the journal: taken, trained, filtered by reason, open (taken and not ended), twice (ended twice)."""
-    taken: set[int] = set()
+    """The ``tally`` of a journal; a last line that was not written to its end is passed over."""
+    return tally(read_lines(path))
+
+
+def tally(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of a journal's lines: taken, trained, filtered by reason; and group ids: open (taken and not ended), twice (ended
+    twice), untaken (ended and never taken), mixed (taken with more than one task)."""
+    tasks: defaultdict[int, set[str]] = defaultdict(set)
     ended: Counter[int] = Counter()
     trained, filtered = 0, Counter[str]()
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
+    for entry in entries:
         if entry["event"] == "taken":
-            taken.add(entry["group"])
+            tasks[entry["group"]].add(entry.get("task", ""))
         elif entry["event"] in ENDS:
             ended[entry["group"]] += 1
             trained += entry["event"] == "trained"
             filtered[entry.get("reason", "")] += entry["event"] == "filtered"
     return {
-        "taken": len(taken),
+        "taken": len(tasks),
         "trained": trained,
         "filtered": {reason: count for reason, count in filtered.items() if count},
-        "open": sorted(taken - ended.keys()),
+        "open": sorted(tasks.keys() - ended.keys()),
         "twice": sorted(group for group, count in ended.items() if count > 1),
+        "untaken": sorted(ended.keys() - tasks.keys()),
+        "mixed": sorted(group for group, its in tasks.items() if len(its) > 1),
     }

@@ -28,6 +28,7 @@ GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 NEEDED = (GENERATE, "/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 WEIGHT_INFO = "/weight_info"  # servers that offer it also say which weights made which token (not vLLM 0.26)
+UNBOUNDED = 1 << 31  # the vocabulary of a model whose size is not known
 ALIVE = ("/is_sleeping", "/health")  # the first reaches the engine's own process, which /health does not
 LOOK_TIMEOUT_S = 5.0
 ANSWERS_AT_ONCE = 4
@@ -52,6 +53,10 @@ FIX = {
 
 class InferenceError(Exception):
     """A server refused, failed, or answered with something that cannot be trained on."""
+
+
+class Late(InferenceError):
+    """The server did not answer in time."""
 
 
 class RequestRefused(InferenceError):
@@ -153,13 +158,17 @@ def open_session() -> aiohttp.ClientSession:
 
 
 def parse_completion(
-    body: Generated, assumed_version: int, routed_prompt: int | None = None, changed: bool = False
+    body: Generated,
+    assumed_version: int,
+    routed_prompt: int | None = None,
+    changed: bool = False,
+    vocabulary: int = UNBOUNDED,
 ) -> Completion:
     """A Completion from a generate response, or InferenceError: nothing is padded or guessed. Only an aborted one may be empty.
 
     ``assumed_version`` labels all tokens where the server reports no versions (vLLM 0.26), unless the weights ``changed``
     since it was asked and nothing aborted it before. ``routed_prompt``: the response must tell the experts of the prompt, of so
-    many tokens, and its own.
+    many tokens, and its own. Token ids are below ``vocabulary``.
     """
     try:
         choice = body.choices[0]
@@ -171,6 +180,8 @@ def parse_completion(
     spans = tuple(VersionSpan(_version(s.version), s.start, s.end) for s in choice.weight_versions or ())
     if finish not in ("stop", "length", "abort") or (not ids and finish != "abort"):
         raise InferenceError(f"the response has {len(ids)} token ids and finish_reason {finish!r}")
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise InferenceError(f"the token ids go from {min(ids)} to {max(ids)}; the model knows 0 to {vocabulary - 1}")
     if len(content) != len(ids):
         raise InferenceError(f"the response has {len(ids)} token ids and {len(content)} log-probabilities")
     if any(token.token_id not in (None, id) for token, id in zip(content, ids, strict=True)):
@@ -244,7 +255,9 @@ class Server:
         self.version = 0
         self.adapter: Adapter | None = None
         self.in_flight: Counter[str] = Counter()
+        self.salt: str | None = None  # of a run whose servers keep their cache through an update
         self.answers = Limiter(ANSWERS_AT_ONCE)
+        self.vocabulary = UNBOUNDED
         self.bases: set[int] = set()  # versions of the model's own weights that answered for an adapter
 
     async def _call(
@@ -260,7 +273,7 @@ class Server:
             await self.answers.passed()
             return parse(answer)
         except TimeoutError:
-            raise InferenceError(f"{method} {url} gave no answer in {timeout_s:.0f} s") from None
+            raise Late(f"{method} {url} gave no answer in {timeout_s:g} s") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise InferenceError(f"{method} {url}: {type(error).__name__}: {error}") from None
 
@@ -326,6 +339,8 @@ class Server:
         }
         if priority is not None:  # the lowest first, on a server that schedules by it
             body["priority"] = priority
+        if self.salt:  # what other weights left in the cache is for the responses that they began
+            body["cache_salt"] = f"{self.salt}-{version}"
         headers = {"X-Session-ID": session_id} if session_id else None
         self.in_flight[model] += 1
         sent = trace.now()
@@ -339,7 +354,7 @@ class Server:
         self._note(answer, sent)
         routed_prompt = len(prompt_ids) if routed else None
         if adapter is None:
-            return parse_completion(answer, version, routed_prompt, version != self.version)
+            return parse_completion(answer, version, routed_prompt, version != self.version, self.vocabulary)
         return self.of_adapter(adapter, answer, routed_prompt)
 
     def _note(self, answer: Generated, sent: float) -> None:
@@ -353,7 +368,7 @@ class Server:
 
     def of_adapter(self, adapter: Adapter, answer: Generated, routed_prompt: int | None = None) -> Completion:
         """The completion, its tokens the adapter's version; InferenceError where the adapter was not alone in making them."""
-        completion = parse_completion(answer, 0, routed_prompt)
+        completion = parse_completion(answer, 0, routed_prompt, vocabulary=self.vocabulary)
         if answer.model not in (None, adapter.name):
             raise InferenceError(f"asked of adapter {adapter.name}, answered by {answer.model!r}")
         self.bases.update(span.version for span in completion.versions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import aiohttp
 from vime.beside import beside
 from vime.cluster.local import Process, ProcessError, free_port
 from vime.config.sections import Config
+from vime.config.shape import vocabulary
 from vime.inference.client import (
     COMPLETIONS,
     NEEDED_FOR_ADAPTERS,
@@ -71,7 +73,8 @@ class Fleet:
         )
         self.members: list[Member] = []
         self.router: Router | None = None
-        self.front = Server("", session, section.control_timeout_s, MODEL_NAME)
+        self.salt = secrets.token_hex(8) if config.rollout.in_flight == "keep_cache" else None
+        self.front = self._server("")
         self.gate = Gate()
         self.say: Callable[[str], None] = lambda _: None
         self._routing = asyncio.Lock()
@@ -115,7 +118,10 @@ class Fleet:
         await self._connect()
 
     def _server(self, url: str) -> Server:
-        return Server(url, self.session, self.config.inference.control_timeout_s, MODEL_NAME)
+        server = Server(url, self.session, self.config.inference.control_timeout_s, MODEL_NAME)
+        server.salt = self.salt
+        server.vocabulary = vocabulary(self.config.model.path)
+        return server
 
     def _given(self, url: str) -> Member:
         return Member(f"server {url}", self._server(url), self.limits, None)
@@ -287,6 +293,8 @@ class Fleet:
         return next((member for member in self.members if member.server.url == url.rstrip("/")), None)
 
     async def _add(self, url: str) -> str:
+        if self.config.run.deterministic:
+            return f"server {url} is not added: run.deterministic needs one server, which the run starts itself"
         if known := self._find(url):
             if known.life.state is not State.GONE or known.life.ours:
                 return f"{known.name} is {known.life.state} already"

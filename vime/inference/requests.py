@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from vime.cluster.open_files import connections_allowed
 from vime.config.sections import Rollout
-from vime.inference.client import Adapter, Completion, InferenceError, RequestRefused, Server
+from vime.inference.client import Adapter, Completion, InferenceError, Late, RequestRefused, Server
 from vime.inference.gate import Gate
 from vime.inference.limiter import Limiter
 from vime.inference.rounds import Key, Rounds
@@ -29,6 +29,7 @@ class Requests:
     def __init__(self, front: Server, gate: Gate, section: Rollout, rounds: Rounds | None = None) -> None:
         self.front, self.gate, self.section, self.rounds = front, gate, section, rounds
         self.adapter: Adapter | None = None
+        self.begun: int | None = None  # the version of the first response that was asked for
         self.maximum = connections_allowed(section.concurrency)
         self.limiter = Limiter(min(START, self.maximum))
 
@@ -43,11 +44,17 @@ class Requests:
         other.adapter = adapter
         return other
 
-    async def made(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+    def of_group(self) -> Requests:
+        """The same, for one group: ``begun`` is the group's."""
+        other = copy.copy(self)
+        other.begun = None
+        return other
+
+    async def made(self, call: Callable[[], Awaitable[Answer]], late_again: bool = True) -> Answer:
         """The answer to a request, which waits for a free slot and the gate, and is made again after a failure.
 
         ``rollout.retries`` times, not counting failures about which the fleet was disturbed: a server that was lost is
-        no fault of the request. A refused request is not made again.
+        no fault of the request. A refused request is not made again, nor without ``late_again`` one that was late by itself.
         """
         failed = lost = 0
         while True:
@@ -64,10 +71,12 @@ class Requests:
                 except InferenceError as error:
                     cause = error
             await asyncio.sleep(SETTLE_S * 2**failed)
-            if self.gate.disturbances == disturbances:
+            if self.gate.disturbances != disturbances:
+                lost += 1
+            elif late_again or not isinstance(cause, Late):
                 failed += 1
             else:
-                lost += 1
+                raise cause
             if failed > self.section.retries or lost > LOST_LIMIT:
                 raise cause
 
@@ -92,9 +101,11 @@ class Requests:
             async with self.rounds.turn(key) if self.rounds else contextlib.nullcontext() as priority:
                 if self.rounds:
                     trace.note("queue", asked)
+                if self.begun is None:
+                    self.begun = self.version
                 return await self.front.generate(prompt_ids, sampling, timeout, key[0], routed, priority, self.adapter)
 
-        return await self.made(call)
+        return await self.made(call, late_again=False)  # of two tries the shorter would be kept
 
     async def score(self, server: Server, prompt_ids: list[int], response_ids: list[int]) -> list[float]:
         """Log-probability of each response token under another model, by the server that serves it."""

@@ -4,8 +4,10 @@ single-turn one. It leaves a sample without a reward where the run's reward is t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import numbers
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,6 +173,10 @@ def load_generate(name: str, timeout_s: float) -> Generate:
                 made = await function(context, task)
         except (InferenceError, RewardError):
             raise
+        except asyncio.CancelledError:
+            if (ours := asyncio.current_task()) and ours.cancelling():
+                raise
+            raise GenerateError(f"{name} failed on task {task.id}: it cancelled itself") from None
         except Exception as error:
             if deadline.expired():
                 cause = f"took over {timeout_s:g} s on task {task.id} (rollout.generate_timeout_s)"
@@ -180,6 +186,14 @@ def load_generate(name: str, timeout_s: float) -> Generate:
         samples = made if isinstance(made, list) else [made]
         if not samples or not all(isinstance(one, Sample) for one in samples):
             raise GenerateError(f"{name} returned {made!r:.80} for task {task.id}; return a Sample, or a list of them")
+        for place, one in enumerate(samples):
+            try:
+                one.check()
+            except (AttributeError, TypeError, ValueError) as error:
+                which = f"sample {place + 1} of {len(samples)}"
+                raise GenerateError(
+                    f"{name} made a {which} for task {task.id} that cannot be trained: {error}"
+                ) from None
         return samples
 
     return generate
@@ -203,6 +217,9 @@ async def samples_of(context: Context, task: Task, generate: Generate) -> list[S
         if context.slime is not None:
             samples = await context.slime.sampled(context, task, samples)
         await rate(context, task, samples)
+        for one in samples:
+            if one.reward is not None:
+                check_reward(one, task)
         traced.made = samples
     return samples
 
@@ -219,19 +236,36 @@ async def rate(context: Context, task: Task, samples: Sequence[Sample]) -> None:
     await ask_others(context, samples)
 
 
+def check_reward(sample: Sample, task: Task) -> None:
+    """Makes the sample's reward and its parts floats; GenerateError where one is no finite number."""
+
+    def number(value: Any, what: str = "") -> float:
+        with contextlib.suppress(OverflowError):  # of an integer that no float holds
+            if isinstance(value, numbers.Real) and math.isfinite(value):
+                return float(value)
+        raise GenerateError(
+            f"a response to task {task.id} has the reward {what}{value!r:.80}; rewards are finite numbers"
+        )
+
+    sample.reward = number(sample.reward)
+    sample.reward_parts = {name: number(value, f"{name} = ") for name, value in sample.reward_parts.items()}
+
+
 async def group_of(context: Context, task: Task, calls: Sequence[Generate]) -> list[list[Sample] | Exception]:
     """What each of a group's calls made, with rewards, or why it failed; whatever else went wrong is raised."""
     made = (samples_of(replace(context, number=i), task, call) for i, call in enumerate(calls))
     outcomes = await asyncio.gather(*made, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, FAILURES):
+    for i, outcome in enumerate(outcomes):
+        if isinstance(outcome, asyncio.CancelledError):  # by what it called: nobody else knows its task
+            outcomes[i] = GenerateError(f"a response to task {task.id} failed: it cancelled itself")
+        elif isinstance(outcome, BaseException) and not isinstance(outcome, FAILURES):
             raise outcome
     if score := context.group_score(context, task):
-        await score_together(score, outcomes)
+        await score_together(score, task, outcomes)
     return outcomes  # type: ignore[return-value]
 
 
-async def score_together(score: GroupScore, outcomes: list[Any]) -> None:
+async def score_together(score: GroupScore, task: Task, outcomes: list[Any]) -> None:
     """Rewards of all samples that have none; where that fails for one, its call has failed."""
     unscored = [
         (i, one) for i, made in enumerate(outcomes) if isinstance(made, list) for one in made if one.reward is None
@@ -239,10 +273,13 @@ async def score_together(score: GroupScore, outcomes: list[Any]) -> None:
     if not unscored:
         return
     for (i, sample), result in zip(unscored, await score([sample for _, sample in unscored]), strict=True):
-        if isinstance(result, RewardError):
-            outcomes[i] = result
-        else:
+        try:
+            if isinstance(result, RewardError):
+                raise result
             sample.reward, sample.reward_parts = result
+            check_reward(sample, task)
+        except (RewardError, GenerateError) as error:
+            outcomes[i] = error
 
 
 async def ask_others(context: Context, samples: Sequence[Sample]) -> None:

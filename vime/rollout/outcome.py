@@ -189,10 +189,12 @@ def staleness_metrics(batch: list[Outcome], version: int) -> dict[str, float]:
     for span in (span for outcome in batch if outcome.filtered is None for span in spans(outcome)):
         behind[version - span.version] += span.end - span.start
     tokens = behind.total()
-    stale = [length for outcome in batch if outcome.filtered == STALE for length in outcome.response_tokens]
+    dropped = [outcome for outcome in batch if outcome.filtered == STALE]
+    stale = [length for outcome in dropped for length in outcome.response_tokens]
     return {
         "rollout/staleness_mean": sum(distance * count for distance, count in behind.items()) / (tokens or 1),
         "rollout/staleness_max": max(behind, default=0),
         **{f"rollout/staleness_{distance}": count / tokens for distance, count in sorted(behind.items())},
+        **({"rollout/stale_stopped": sum(not outcome.rewards for outcome in dropped)} if dropped else {}),
         **({"rollout/stale_response_tokens_mean": fmean(stale)} if stale else {}),
     }

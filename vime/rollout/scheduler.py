@@ -19,7 +19,9 @@ from vime.config.sections import Config
 from vime.data import DataError
 from vime.data.cursor import PromptCursor
 from vime.data.journal import Journal
+from vime.inference.client import Late
 from vime.inference.limiter import Limiter
+from vime.inference.requests import Requests
 from vime.observe import trace
 from vime.rewards.shaping import shape
 from vime.rollout.filters import FILTERS, passed
@@ -64,11 +66,11 @@ class Scheduler:
         self.generate = generate_of(context, self.section.generate, self.section.generate_timeout_s)
         self.load_generate = cache(partial(load_generate, timeout_s=self.section.generate_timeout_s))
         self.deterministic = config.run.deterministic
-        self.running: dict[int, tuple[asyncio.Task[Outcome], int]] = {}
+        self.running: dict[int, tuple[asyncio.Task[Outcome], Requests]] = {}
         self.ready: dict[int, Outcome] = {}
         self.filtered: list[Outcome] = []
         self.shipped = 0  # the number of the next batch
-        self.failed_samples = self.stale_tokens = 0  # since the last ``counts``
+        self.failed_samples = self.late_responses = self.stale_tokens = 0  # since the last ``counts``
         self.last_error = ""
         self.began = 0.0  # when the making of the next batch began: at its call, or with the shipping of the one before
         self.seconds = 0.0  # that the making of the last batch took
@@ -132,8 +134,9 @@ class Scheduler:
                 return
             self.context.requests.expect(self.size)
             self.journal.write("taken", group_id, task=task.id)
-            started = asyncio.create_task(self._group(group_id, task))
-            self.running[group_id] = started, self.version
+            requests = self.context.requests.of_group()
+            started = asyncio.create_task(self._group(group_id, task, requests))
+            self.running[group_id] = started, requests
             started.add_done_callback(lambda done, group_id=group_id: self._ended(group_id, done))  # type: ignore[misc]
         if missing > STARTED_AT_ONCE and not self.deterministic:
             self._filling = asyncio.get_running_loop().call_soon(self._fill)
@@ -144,9 +147,11 @@ class Scheduler:
         return max(0, filtered - self.section.groups * self.section.max_refills)
 
     def _ended(self, group_id: int, done: asyncio.Task[Outcome]) -> None:
-        if done.cancelled() or group_id not in self.running:  # who cancelled it has seen to its prompt
+        if group_id not in self.running:  # who cancelled it has seen to its prompt
             return
-        if error := done.exception():
+        if done.cancelled():
+            self._broken = RolloutError(f"group {group_id} was cancelled by what it called")
+        elif error := done.exception():
             self._broken = error
         else:
             del self.running[group_id]
@@ -185,7 +190,7 @@ class Scheduler:
         """These groups as the next batch, if it can go."""
         if self.running and not self._may_leave(self.ready.keys() - set(chosen)):
             return None
-        if not chosen and all(outcome.filtered == FAILED for outcome in self.filtered):
+        if not chosen and not any(one.rewards for one in self.filtered if one.filtered != FAILED):
             raise RolloutError(
                 f"no group could be made: {self.failed_samples} samples failed; the last: {self.last_error}"
             )
@@ -209,9 +214,13 @@ class Scheduler:
         if self.section.stale != "wait":
             return True
         versions = [self.ready[group_id].oldest_version for group_id in ready]
-        versions += [version for _, version in self.running.values()]
+        versions += [self._oldest(requests) for _, requests in self.running.values()]
         deadlines = (version + self.section.max_staleness for version in versions)
         return in_time(deadlines, self.shipped + 1, self.section.groups)
+
+    def _oldest(self, requests: Requests) -> int:
+        """The version of the oldest token that a running group has or can get: it may be waiting to be asked for its first."""
+        return self.version if requests.begun is None else requests.begun
 
     def _drop_stale(self) -> None:
         """Drops groups that the batch to be shipped, and so every later one, comes too late for, finished or not."""
@@ -220,8 +229,8 @@ class Scheduler:
             if (outcome.newest_version if self.section.stale == "mask" else outcome.oldest_version) < oldest:
                 del self.ready[group_id]
                 self.filtered.append(self.drop(outcome, STALE))
-        for group_id, (task, version) in list(self.running.items()):
-            if version < oldest and self.section.stale == "drop":
+        for group_id, (task, requests) in list(self.running.items()):
+            if self._oldest(requests) < oldest and self.section.stale == "drop":
                 del self.running[group_id]
                 task.cancel()
                 self.store.drop([store_key(group_id)])  # it may have ended in this very moment
@@ -246,8 +255,9 @@ class Scheduler:
         kept = [tuple(span for span in spans if span.version >= oldest) for spans in outcome.versions]
         return replace(outcome, rows=rows, versions=kept)
 
-    async def _group(self, group_id: int, task: Task) -> Outcome:
-        context, began = replace(self.context, session_id=f"g{group_id}", group=group_id), trace.now()
+    async def _group(self, group_id: int, task: Task, requests: Requests) -> Outcome:
+        context = replace(self.context, session_id=f"g{group_id}", group=group_id, requests=requests)
+        began = trace.now()
         await self.entrance.passed()  # thousands that start at once would hold up all that goes on beside them
         samples: list[Sample] = []
         for rollout, outcome in enumerate(await group_of(context, task, self._calls(task))):
@@ -261,6 +271,7 @@ class Scheduler:
 
     def _failed(self, group_id: int, error: Exception) -> None:
         self.failed_samples += 1
+        self.late_responses += isinstance(error, Late)
         self.last_error = str(error)
         self.journal.write("failed_sample", group_id, reason=str(error)[:300])
 
@@ -298,8 +309,12 @@ class Scheduler:
 
     def counts(self) -> dict[str, float]:
         """What has been counted since the last call."""
-        counted = {"rollout/failed_samples": self.failed_samples, "rollout/stale_tokens_masked": self.stale_tokens}
-        self.failed_samples = self.stale_tokens = 0
+        counted = {
+            "rollout/failed_samples": self.failed_samples,
+            "rollout/late_responses": self.late_responses,
+            "rollout/stale_tokens_masked": self.stale_tokens,
+        }
+        self.failed_samples = self.late_responses = self.stale_tokens = 0
         return {**counted, "rollout/ready": len(self.ready), "rollout/running": len(self.running)}
 
     async def save(self, folder: Path) -> None:
@@ -309,6 +324,7 @@ class Scheduler:
     def restore(self, folder: Path) -> None:
         """Takes up the groups that were ready when the checkpoint was made."""
         self.ready = {outcome.group_id: outcome for outcome in read_groups(folder, self.store)}
+        self.began = time.perf_counter()
 
     async def close(self) -> None:
         """Ends what runs; the prompts of all groups that are neither trained nor filtered return to the buffer."""

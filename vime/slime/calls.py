@@ -53,6 +53,10 @@ async def call(option: str, timeout_s: float, function: Callable[..., Any], *arg
                 return await function(*arguments, **named)
             result = await in_thread(lambda: function(*arguments, **named))
             return await result if inspect.isawaitable(result) else result
+    except asyncio.CancelledError:
+        if (ours := asyncio.current_task()) and ours.cancelling():
+            raise
+        raise HookError(f"slime.{option} failed: it cancelled itself") from None
     except Exception as error:
         if deadline.expired():
             raise HookError(f"slime.{option} took over {timeout_s:g} s") from None

@@ -119,6 +119,7 @@ class Hooks:
         """``custom_generate_function_path`` as a generate function of ours."""
         (function,) = self.functions["generate"]
         args, version = self.args(context), context.requests.version
+        context.requests.begun = version  # it asks the servers itself
         sample = prompt_of(task, self.prompt(context, task), context.group, self.index(context))
         sample.session_id = context.session_id
         named = {"evaluation": context.evaluation} if has(function, "evaluation") else {}

@@ -16,7 +16,7 @@ from vime.weights.adapters import AdapterChannel
 from vime.weights.channel import SharedMemoryChannel
 from vime.weights.probe import Probe, ProbeError, ProbeResult
 
-HELD = ("abort", "finish")  # values of rollout.in_flight under which nothing is sent during a sync
+ENDED = ("abort", "finish")  # values of rollout.in_flight under which no response goes on through a sync
 DRAIN_S = 2.0  # for the last responses of paused servers to arrive
 VERDICT_S = 2.0  # an engine that died in an update is noticed by its server within this
 
@@ -91,8 +91,7 @@ class Sync:
     async def _send(self, version: int) -> dict[str, float]:
         times = {"publish": time.perf_counter()}
         await self.channel.publish(version)
-        holds = self.channel.pauses and self.in_flight in HELD
-        with self.fleet.gate.held() if holds else contextlib.nullcontext():
+        with self.fleet.gate.held() if self.channel.pauses else contextlib.nullcontext():
             times["sync"] = time.perf_counter()
             taken = await self._give(self._now(self.fleet.ready), version, at_sync=True)
             times["probe"] = time.perf_counter()
@@ -129,7 +128,7 @@ class Sync:
                 stack.enter_context(member.updating())
             if self.channel.pauses:
                 members = await self._each(members, lambda server: server.pause(self.in_flight, self.pause_s))
-                if at_sync and self.in_flight in HELD:
+                if at_sync and self.in_flight in ENDED:
                     await self._drained()
                 self.fleet.front.version = version
             taken = await self._each(members, self.channel.take, loads=True, verdict=at_sync)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,8 +63,8 @@ class Pool:
             await first.stop()
         for kind, index in itertools.product(self.kinds(), range(self.workers)):
             ready = first if (kind, index) == ("plain", 0) else None
-            self._tasks.append(asyncio.create_task(self._keep(kind, index, ready)))
-        self._tasks.append(asyncio.create_task(self._watch()))
+            self._begin(self._keep(kind, index, ready))
+        self._begin(self._watch())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -72,6 +72,17 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._break("the workers were stopped")
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Keeps it going until the end of the pool; where it fails, it breaks the pool."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("the %s workers cannot be kept", self.name, exc_info=error)
+                self._break(f"the {self.name} workers cannot be kept: {type(error).__name__}: {error}")
+
+        self._tasks.append(asyncio.create_task(work))
+        self._tasks[-1].add_done_callback(ended)
 
     def kinds(self) -> list[str]:
         """Of workers that there are, once it has started."""
@@ -175,9 +186,9 @@ class Pool:
         """One worker, and those that take its place."""
         dispatch = self._dispatches[kind]
         while worker := worker or await self._started(kind, index):
-            dispatch.open(worker)
-            self._send(kind)
             try:
+                dispatch.open(worker)
+                self._send(kind)
                 await worker.ended
                 self.restarts += 1
                 dispatch.close(worker)

@@ -122,7 +122,10 @@ class Worker(asyncio.Protocol):
         """How the process ended, where we did not end it: "was ended by SIGSEGV"."""
         code = self._process.exit_code or 0
         number = -code if code < 0 else code - 128  # of the supervisor's own end, or of what it reports
-        return f"was ended by {signal.Signals(number).name}" if number > 0 else f"ended with exit code {code}"
+        try:
+            return f"was ended by {signal.Signals(number).name}"
+        except ValueError:
+            return f"ended with exit code {code}"
 
 
 def environment() -> dict[str, str]:
