@@ -352,7 +352,7 @@ def test_a_hook_that_fails_or_is_late_ends_the_run_with_its_name(tmp_path: Path)
     (tmp_path / "late.py").write_text("import time\ndef f(args, samples):\n    time.sleep(3)\n")
     with pytest.raises(HookError, match="rollout_sample_filter_path took over 0.1 s"):
         Run(tmp_path, {"rollout_sample_filter_path": f"{tmp_path}/late.py:f", "timeout_s": 0.1}).batch()
-    cancels = "import asyncio\nasync def f(args, samples):\n    raise asyncio.CancelledError\n"
+    cancels = "import asyncio\ndef f(args, samples):\n    raise asyncio.CancelledError\n"
     (tmp_path / "cancels.py").write_text(cancels)
     with pytest.raises(HookError, match="rollout_sample_filter_path failed: it cancelled itself"):
         Run(tmp_path, {"rollout_sample_filter_path": f"{tmp_path}/cancels.py:f"}).batch()
