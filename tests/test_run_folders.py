@@ -147,3 +147,9 @@ def test_a_resume_of_what_is_not_there_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         job_in(tmp_path).prepare_folder(resume=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_never_share_a_folder_in_memory_and_a_long_path_has_one(tmp_path: Path) -> None:
+    places = ("a/b-c", "a-b/c", "a-/b", "a/-b", "x" * 200 + "/" + "y" * 200)
+    folders = {job_in(tmp_path / place).memory for place in places}
+    assert len(folders) == len(places) and all(len(folder.name) < 200 for folder in folders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -318,8 +319,8 @@ class Run:
     @property
     def memory(self) -> Path:
         """The run's own folder in the memory-backed file system."""
-        name = self.run_dir.absolute().as_posix().strip("/").replace("/", "-")
-        return Path(self.engine.weights.dir, f"vime-{name}")
+        digest = hashlib.sha256(bytes(self.run_dir.absolute())).hexdigest()[:16]
+        return Path(self.engine.weights.dir, f"vime-{self.run_dir.name[:40]}-{digest}")
 
     @contextlib.asynccontextmanager
     async def opened(self, resumed: bool) -> AsyncIterator[aiohttp.ClientSession]:
