@@ -93,7 +93,7 @@ def test_a_response_that_does_not_end_in_time_is_late_and_one_that_is_only_score
     slow = Slow()
     server = Server("http://x", slow, 1)  # type: ignore[arg-type]
     requests = Requests(server, Gate(usable=True), Rollout(retries=2))
-    with pytest.raises(Late, match="gave no answer in 600 s"):
+    with pytest.raises(Late, match=r"gave no answer in 600 s \(rollout.request_timeout_s\)"):
         asyncio.run(requests.generate([1], {}))
     assert slow.asked == 1
     with pytest.raises(Late):

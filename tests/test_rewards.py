@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.stand_in_runs import QuickJob, Server, configuration, whole_run
 from vime.config.sections import RewardSection
 from vime.rewards import RewardError
 from vime.rewards.builtin import answer_of, last_number_of
@@ -545,3 +547,17 @@ def test_a_check_of_rewards_names_the_workers_of_a_run(run: Any, parts: Any) -> 
         "worker of plain rewards 0",
         "worker of plain rewards 1",
     ]
+
+
+def test_failed_samples_are_told_with_the_last_cause(models: Any, tmp_path: Path) -> None:
+    config = configuration(tmp_path, models("tied"), run={"steps": 2})
+    (tmp_path / "lower.py").write_text(
+        "calls = []\n"
+        "def share(task, response):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) % 5 == 0:\n"
+        "        raise ValueError('no such answer')\n"
+        "    return len(calls) % 3\n"
+    )
+    _, said = asyncio.run(whole_run(config, Server(), QuickJob))
+    assert re.search(r"note: \d+ samples failed; the last: .*no such answer", said)

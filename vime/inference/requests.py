@@ -105,7 +105,10 @@ class Requests:
                     self.begun = self.version
                 return await self.front.generate(prompt_ids, sampling, timeout, key[0], routed, priority, self.adapter)
 
-        return await self.made(call, late_again=False)  # of two tries the shorter would be kept
+        try:
+            return await self.made(call, late_again=False)  # of two tries the shorter would be kept
+        except Late as error:
+            raise Late(f"{error} (rollout.request_timeout_s)") from None
 
     async def score(self, server: Server, prompt_ids: list[int], response_ids: list[int]) -> list[float]:
         """Log-probability of each response token under another model, by the server that serves it."""
