@@ -280,7 +280,7 @@ class Job(Run):
         self.metrics |= await beside(rollout_metrics, batch, version, seconds)
         for measured in self.meters:
             self.metrics |= measured()
-        if failed := self.metrics["rollout/failed_samples"]:
+        if failed := self.metrics.get("rollout/failed_samples"):  # a replay makes none
             self.view.message(f"note: {failed:.0f} samples failed; the last: {self.scheduler.last_error}")
         self.metrics["driver/lag_max_ms"] = max(self.lag.take())
         kept = [row for one in batch for row in one.log_rows]
