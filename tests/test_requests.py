@@ -101,6 +101,31 @@ def test_a_response_that_does_not_end_in_time_is_late_and_one_that_is_only_score
     assert slow.asked == 4
 
 
+def test_a_group_is_as_old_as_the_first_response_that_was_asked_for() -> None:
+    class Front:
+        version = 3
+
+        async def generate(self, *_: Any) -> None:
+            self.version += 1
+
+    async def play() -> None:
+        gate = Gate(usable=True)
+        shared = Requests(Front(), gate, Rollout(concurrency=2))  # type: ignore[arg-type]
+        one, other = shared.of_group(), shared.of_group()
+        with gate.held():
+            waiting = asyncio.create_task(one.generate([1], {}))
+            await asyncio.sleep(0.01)
+            assert one.begun is None
+            shared.front.version = 5
+        await waiting
+        await one.generate([1], {})
+        assert (one.begun, other.begun, shared.begun) == (5, None, None)
+        await other.generate([1], {})
+        assert (one.begun, other.begun, one.of_group().begun) == (5, 7, None)
+
+    asyncio.run(play())
+
+
 def test_requests_wait_while_no_server_serves_or_the_gate_is_held() -> None:
     async def scenario() -> None:
         gate = Gate()

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +239,26 @@ def test_a_generate_function_of_two_turns_is_trained_on_what_the_policy_said(tmp
     assert told == len(inputs.tokenizer().encode("<|end|><|user|>Sure?<|end|><|assistant|>"))
     assert batch[0].log_rows[0]["metadata"] == {"turns": 2}, "the task's own metadata is not repeated"
     assert batch[0].versions[0][0].version == run.version
+
+
+def test_a_group_whose_function_asks_the_servers_itself_is_as_old_as_its_call(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "async def f(args, sample, sampling_params):\n"
+        "    sample.tokens = [1, 2]\n"
+        "    sample.append_response_tokens(tokens=[5], log_probs=[-1.0], text='x')\n"
+        "    sample.status = sample.Status.COMPLETED\n"
+        "    return sample\n"
+    )
+    run = Run(tmp_path, {"custom_generate_function_path": f"{tmp_path}/own.py:f"})
+    run.context.requests.front.version = 4
+    requests = run.context.requests.of_group()
+
+    async def generate() -> None:
+        async with run.hooks:
+            await run.hooks.generate(replace(run.context, requests=requests), TASKS[0])
+
+    asyncio.run(generate())
+    assert requests.begun == 4
 
 
 def test_samples_of_one_call_are_one_rollout_and_keep_their_rewards(tmp_path: Path) -> None:

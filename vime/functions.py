@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -66,6 +67,12 @@ def user_function(path: str, arguments: int | None, keywords: Collection[str] = 
         given = ", ".join(keywords) if keywords else f"{arguments} arguments"
         raise FunctionError(f"{path}{signature} cannot be called with {given}") from None
     return found
+
+
+def told_to_end() -> bool:
+    """Whether the running task was cancelled by who waits for it; else a CancelledError came from what it called."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def cause_of(error: BaseException) -> str:

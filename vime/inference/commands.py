@@ -93,9 +93,7 @@ def server_command(config: Config, port: int, index: int, known: list[str]) -> l
         flags["enable-scale-out"] = True
     if "disable-access-log-for-endpoints" in known:  # a line a look and a request would fill the log
         flags["disable-access-log-for-endpoints"] = ",".join((*ALIVE, "/metrics", GENERATE))
-    if (
-        config.lora.by_adapter
-    ):  # the versions that are sampled, the next, which is proved, and one that is evaluated beside them
+    if config.lora.by_adapter:  # the versions that are sampled, the next, which is proved, and one that is evaluated
         most = max(config.rollout.max_staleness, 1) + 1 + config.eval.background
         flags |= {"enable-lora": True, "max-lora-rank": served_rank(config.lora.rank), "max-loras": most}
     if config.algorithm.router_replay == "server":

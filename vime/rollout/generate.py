@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vime.config.nearest import nearest
 from vime.data.turns import render
-from vime.functions import FunctionError, cause_of, user_function
+from vime.functions import FunctionError, cause_of, told_to_end, user_function
 from vime.inference.client import Completion, InferenceError, Server
 from vime.inference.requests import Requests
 from vime.observe import trace
@@ -174,7 +174,7 @@ def load_generate(name: str, timeout_s: float) -> Generate:
         except (InferenceError, RewardError):
             raise
         except asyncio.CancelledError:
-            if (ours := asyncio.current_task()) and ours.cancelling():
+            if told_to_end():
                 raise
             raise GenerateError(f"{name} failed on task {task.id}: it cancelled itself") from None
         except Exception as error:

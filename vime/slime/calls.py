@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from vime.functions import cause_of
+from vime.functions import cause_of, told_to_end
 from vime.workers.child import is_coroutine_function
 
 
@@ -54,7 +54,7 @@ async def call(option: str, timeout_s: float, function: Callable[..., Any], *arg
             result = await in_thread(lambda: function(*arguments, **named))
             return await result if inspect.isawaitable(result) else result
     except asyncio.CancelledError:
-        if (ours := asyncio.current_task()) and ours.cancelling():
+        if told_to_end():
             raise
         raise HookError(f"slime.{option} failed: it cancelled itself") from None
     except Exception as error:
